@@ -1,0 +1,21 @@
+"""What goes wrong at the border. Each message is one sentence that says what to do."""
+
+
+class StoopError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+
+class ConfigError(StoopError, ValueError):
+    """An engine option is unknown, out of range, or cannot be combined with another."""
+
+
+class CheckpointError(StoopError):
+    """Files of a model are missing, broken, or of a kind that we cannot load."""
+
+
+class FetchError(StoopError):
+    """A model could not be downloaded or stored."""
+
+
+class RequestError(StoopError, ValueError):
+    """One request cannot be served as asked; the engine and its other requests go on."""
