@@ -1,0 +1,36 @@
+"""stoop: LLM inference with speculative decoding inside CUDA graphs."""
+
+from typing import TYPE_CHECKING, Any
+
+from stoop.config.errors import (
+    CheckpointError,
+    ConfigError,
+    FetchError,
+    RequestError,
+    StoopError,
+)
+from stoop.core.sampling_params import SamplingParams
+from stoop.version import __version__
+
+if TYPE_CHECKING:
+    from stoop.llm import LLM
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "ConfigError",
+    "FetchError",
+    "RequestError",
+    "SamplingParams",
+    "StoopError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` brings torch, so it is imported when first asked for."""
+    if name == "LLM":
+        from stoop.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'stoop' has no attribute {name!r}")

@@ -1,0 +1,111 @@
+"""The persistent buffers that every step reads, and one step's view of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoop.batch.request_state import RequestState
+from stoop.core.step import PlannedRow, StepPlan
+from stoop.ops.inputs import RowTensors, StepTensors, prepare_inputs
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """One step's inputs. Tensors are views of buffers whose addresses never change."""
+
+    plan_rows: list[PlannedRow]
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    query_lens_cpu: np.ndarray  # [num_reqs] int64, exact
+    seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64
+    rows: RowTensors  # whole buffers
+    step: StepTensors  # whole buffers
+
+    @property
+    def max_seq_len(self) -> int:
+        """The batch's own bound, never the model's limit."""
+        return int(self.seq_lens_cpu_upper_bound.max())
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.step.input_ids[: self.num_tokens]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.step.positions[: self.num_tokens]
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        return self.step.slot_mapping[: self.num_tokens]
+
+    @property
+    def last_token_indices(self) -> Tensor:
+        return self.step.last_token_indices[: self.num_reqs]
+
+    @property
+    def idx_mapping(self) -> Tensor:
+        return self.rows.idx_mapping[: self.num_reqs]
+
+
+class InputBuffers:
+    """Owns the buffers; made once, large enough for any step."""
+
+    def __init__(
+        self, max_reqs: int, max_tokens: int, max_blocks: int, device: torch.device
+    ) -> None:
+        self.max_reqs = max_reqs
+        self.max_tokens = max_tokens
+        self.device = device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.rows = RowTensors(
+            idx_mapping=zeros(max_reqs), query_start_loc=zeros(max_reqs + 1, dtype=torch.int32)
+        )
+        self.step = StepTensors(
+            input_ids=zeros(max_tokens, dtype=torch.int32),
+            positions=zeros(max_tokens),
+            slot_mapping=zeros(max_tokens),
+            seq_lens=zeros(max_reqs, dtype=torch.int32),
+            block_rows=zeros(max_reqs, max_blocks, dtype=torch.int32),
+            last_token_indices=zeros(max_reqs),
+            samples=zeros(max_reqs, dtype=torch.bool),
+        )
+
+    def load_rows(self, plan: StepPlan) -> InputBatch:
+        """Copy the plan's rows in, padded over the whole extent."""
+        num_reqs = len(plan.rows)
+        query_lens = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
+        seq_lens = np.array([row.seq_len for row in plan.rows], dtype=np.int64)
+        idx_mapping = np.full(self.max_reqs, -1, dtype=np.int64)
+        idx_mapping[:num_reqs] = [row.slot for row in plan.rows]
+        starts = np.zeros(self.max_reqs + 1, dtype=np.int32)
+        starts[1 : num_reqs + 1] = np.cumsum(query_lens)
+        starts[num_reqs + 1 :] = starts[num_reqs]
+        assert starts[-1] <= self.max_tokens, (starts[-1], self.max_tokens)
+        self._copy_in(self.rows.idx_mapping, idx_mapping)
+        self._copy_in(self.rows.query_start_loc, starts)
+        return InputBatch(
+            plan_rows=plan.rows,
+            num_reqs=num_reqs,
+            num_tokens=int(starts[-1]),
+            max_query_len=int(query_lens.max()),
+            query_lens_cpu=query_lens,
+            seq_lens_cpu_upper_bound=seq_lens,
+            rows=self.rows,
+            step=self.step,
+        )
+
+    def fill(self, state: RequestState, block_size: int) -> None:
+        """Phase I."""
+        prepare_inputs(state.tensors, self.rows, self.step, block_size)
+
+    def _copy_in(self, target: Tensor, host: np.ndarray) -> None:
+        source = torch.from_numpy(host)
+        if self.device.type == "cuda":
+            source = source.pin_memory()
+        target.copy_(source, non_blocking=True)

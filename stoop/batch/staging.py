@@ -1,0 +1,56 @@
+"""Host edits of device state, collected and applied together.
+
+An edit names a tensor, a row and a place in it. Nothing changes until `apply`, which makes one
+copy to the device and one scatter for each tensor that has edits.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Values = Sequence[int] | Sequence[float] | int | float
+
+
+class StagedWrites:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._edits: dict[int, tuple[Tensor, list[np.ndarray], list[np.ndarray]]] = {}
+
+    def put(self, target: Tensor, row: int, values: Values, start: int = 0) -> None:
+        """Stage `target[row, start : start + len(values)] = values` (flat within the row)."""
+        data = np.atleast_1d(np.asarray(values))
+        width = target[0].numel() if target.dim() > 1 else 1
+        assert target.is_contiguous()
+        if start + data.size > width:
+            raise IndexError(f"{data.size} values at {start} overrun a row of {width}")
+        first = row * width + start
+        _, places, contents = self._edits.setdefault(id(target), (target, [], []))
+        places.append(np.arange(first, first + data.size))
+        contents.append(data)
+
+    def apply(self) -> None:
+        for target, places, contents in self._edits.values():
+            index = self._to_device(torch.from_numpy(_last_wins(places)))
+            order = np.concatenate(contents)[_last_positions(places)]
+            values = torch.from_numpy(order).to(target.dtype)
+            target.view(-1).index_copy_(0, index, self._to_device(values))
+        self._edits.clear()
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return host
+        # The pinned block goes back to torch's host allocator only after the copy has run.
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+
+def _last_positions(places: list[np.ndarray]) -> np.ndarray:
+    """Where the last edit of each place stands; a scatter of duplicates has no defined order."""
+    flat = np.concatenate(places)
+    _, first_from_back = np.unique(flat[::-1], return_index=True)
+    return flat.size - 1 - first_from_back
+
+
+def _last_wins(places: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(places)[_last_positions(places)]

@@ -1,0 +1,105 @@
+"""From the name that a user gives to a local folder in Hugging Face layout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from stoop.checkpoint.cache import Recipe, obtain
+from stoop.checkpoint.embedded import EMBEDDED, EmbeddedModel, embedded_recipe
+from stoop.checkpoint.gguf import convert_gguf, converted_bytes
+from stoop.checkpoint.hub import fetch_from_hub
+from stoop.checkpoint.report import Report, quiet
+from stoop.config.errors import CheckpointError, ConfigError, FetchError
+
+__all__ = ["EMBEDDED", "EmbeddedModel", "Report", "pull", "resolve_model"]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def resolve_model(
+    name: str | os.PathLike[str], *, revision: str | None = None, report: Report | None = None
+) -> Path:
+    """The folder of a model: an embedded name, a folder, a .gguf file or a hub id.
+
+    An embedded name wins over a folder of that name in the working directory (write
+    `./name` for the folder), and an existing path wins over a hub id.
+    """
+    text = os.fspath(name)
+    path = Path(os.path.expanduser(text))
+    is_name = isinstance(name, str)
+    if not text:
+        raise _unknown_name(text)
+    if revision is not None and (text in EMBEDDED or path.exists()):
+        raise ConfigError(f"revision={revision!r}: only models from the hub have revisions")
+    if is_name and text in EMBEDDED:
+        return obtain(embedded_recipe(text, report or quiet), report or quiet)
+    if path.is_dir():
+        return _check_folder(path)
+    if path.is_file():
+        return _convert_once(path, report or quiet)
+    if not is_name or _looks_like_path(text):
+        raise CheckpointError(f"{text} does not exist: check the path of the model")
+    if HUB_ID.fullmatch(text):
+        return fetch_from_hub(text, revision, report)
+    raise _unknown_name(text)
+
+
+def pull(name: str, report: Report | None = None) -> Path:
+    """Fetch an embedded model or one from the hub, so that later starts need no network."""
+    if name in EMBEDDED:
+        return resolve_model(name, report=report)
+    if HUB_ID.fullmatch(name) and not _looks_like_path(name):
+        return fetch_from_hub(name, None, report)
+    raise _unknown_name(name)
+
+
+def _unknown_name(name: str) -> FetchError:
+    return FetchError(
+        f"no model is called {name!r}: give one of {', '.join(EMBEDDED)}, a folder, "
+        "a .gguf file, or a hub id such as org/name"
+    )
+
+
+def _looks_like_path(text: str) -> bool:
+    return (
+        text.startswith((".", "~", os.sep))
+        or text.endswith((".gguf", os.sep))
+        or text.count("/") > 1
+    )
+
+
+def _check_folder(folder: Path) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    gguf_files = sorted(folder.glob("*.gguf"))
+    if gguf_files:
+        raise CheckpointError(f"{folder} has no config.json: give the file {gguf_files[0]} itself")
+    raise CheckpointError(
+        f"{folder} has no config.json: give a folder in Hugging Face layout, or a .gguf file"
+    )
+
+
+def _convert_once(file: Path, report: Report) -> Path:
+    if file.suffix.lower() != ".gguf":
+        raise CheckpointError(f"{file} is not a .gguf file: give a folder, or a .gguf file")
+    return obtain(_gguf_recipe(file.resolve(), report), report)
+
+
+def _gguf_recipe(file: Path, report: Report) -> Recipe:
+    state = file.stat()
+    # The name depends on the path alone, so that a changed file replaces its old conversion.
+    path_digest = hashlib.sha256(os.fsencode(file)).hexdigest()[:12]
+    readable = re.sub(r"[^\w.-]+", "-", file.stem)[:60]
+
+    def build(scratch: Path, model: Path) -> None:
+        convert_gguf(file, model, report)
+
+    return Recipe(
+        name=f"gguf-{readable}-{path_digest}",
+        source=f"{file} {state.st_size} {state.st_mtime_ns}",
+        bytes_needed=lambda: converted_bytes(file),
+        build=build,
+    )

@@ -1,0 +1,300 @@
+"""A GGUF file as a folder in Hugging Face layout, so that the engine loads one kind of folder.
+
+Weights pass through memory a slice at a time: one safetensors file is written from front to
+back, and no tensor is held whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from stoop.checkpoint.gguf_config import ModelFields, build_config, build_generation_config
+from stoop.checkpoint.gguf_file import GGUFFile, GGUFTensor
+from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
+from stoop.checkpoint.report import Report, quiet
+from stoop.config.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+logger = logging.getLogger(__name__)
+
+# A model above this size in float32 is stored in bfloat16.
+MAX_FLOAT32_BYTES = 4 << 30
+# Values dequantised at once: enough to be quick, few enough to be small.
+SLICE_ELEMENTS = 4 << 20
+
+ROPE_FACTORS = "rope_freqs.weight"
+OUTER_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+LAYER_PARTS_NEEDED = (
+    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output",
+    "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
+)  # fmt: skip
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the new file."""
+
+    name: str
+    source: GGUFTensor
+    type_name: str  # as safetensors writes it: F32, F16 or BF16
+    num_rotated_heads: int  # heads whose rows llama.cpp reordered; 0 for none
+
+    @property
+    def num_bytes(self) -> int:
+        return self.source.num_elements * ELEMENT_BYTES[self.type_name]
+
+
+def convert_gguf(source: Path, target: Path, report: Report | None = None) -> None:
+    """Write config, tokenizer and weights of a GGUF file into the folder `target`."""
+    with GGUFFile(source) as file:
+        with _sound_metadata(source):
+            plan = _plan_tensors(file)
+            texts = _describe_model(file, plan)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (target / name).write_text(text, encoding="utf-8")
+        _write_weights(target / "model.safetensors", file, plan, report or quiet)
+
+
+def converted_bytes(source: Path) -> int:
+    """How large the weights of a GGUF file become."""
+    with GGUFFile(source) as file, _sound_metadata(source):
+        return sum(tensor.num_bytes for tensor in _plan_tensors(file))
+
+
+def _describe_model(file: GGUFFile, plan: Sequence[PlannedTensor]) -> dict[str, str]:
+    """The text files of the folder, by name."""
+    metadata = file.metadata
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
+    config = build_config(metadata, shapes, _main_type(plan), _rope_factors(file))
+    return {
+        "config.json": _json_text(config),
+        "generation_config.json": _json_text(build_generation_config(metadata)),
+        "tokenizer_config.json": _json_text(build_tokenizer_config(metadata)),
+        "tokenizer.json": build_tokenizer(metadata).to_str(),
+    }
+
+
+@contextmanager
+def _sound_metadata(source: Path) -> Iterator[None]:
+    """Fields of a wrong type show in as many ways as fields are used."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(
+            f"{source} has unusable metadata ({type(error).__name__}: {error}): download it again"
+        ) from error
+
+
+def _plan_tensors(file: GGUFFile) -> list[PlannedTensor]:
+    fields = ModelFields(file.metadata)
+    quantized_type = _quantized_type(file.tensors)
+    plan = [
+        PlannedTensor(
+            name=_new_name(tensor.name),
+            source=tensor,
+            type_name=_kept_type(tensor) or quantized_type,
+            num_rotated_heads=_num_rotated_heads(tensor.name, fields),
+        )
+        for tensor in file.tensors
+        if tensor.name != ROPE_FACTORS
+    ]
+    _check_complete(file, fields.number("block_count"))
+    # Wider elements first, so that every tensor of the file is aligned.
+    return sorted(plan, key=lambda tensor: -ELEMENT_BYTES[tensor.type_name])
+
+
+def _new_name(name: str) -> str:
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
+    match = LAYER_PATTERN.fullmatch(name)
+    if match and match[2] in LAYER_NAMES:
+        return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+    raise CheckpointError(
+        f"this GGUF file has a tensor {name!r} that no known model of its architecture has: "
+        "use another file of this model"
+    )
+
+
+def _check_complete(file: GGUFFile, num_layers: int) -> None:
+    present = {tensor.name for tensor in file.tensors}
+    needed = ["token_embd.weight", "output_norm.weight"]
+    needed += [
+        f"blk.{layer}.{part}.weight" for layer in range(num_layers) for part in LAYER_PARTS_NEEDED
+    ]
+    missing = [name for name in needed if name not in present]
+    if missing:
+        raise CheckpointError(
+            f"{file.path} lacks the tensor {missing[0]!r}: if the model is split over several "
+            "GGUF files, merge them with llama-gguf-split --merge"
+        )
+
+
+def _kept_type(tensor: GGUFTensor) -> str | None:
+    """The type of an unquantised tensor, which stays as it is."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(tensor.type_code).name
+    return kind if kind in ELEMENT_BYTES else None
+
+
+def _quantized_type(tensors: Sequence[GGUFTensor]) -> str:
+    float32_bytes = 4 * sum(tensor.num_elements for tensor in tensors)
+    if float32_bytes <= MAX_FLOAT32_BYTES:
+        return "F32"
+    logger.info(
+        "the model would take %.1f GiB in float32, so it is stored in bfloat16",
+        float32_bytes / (1 << 30),
+    )
+    return "BF16"
+
+
+def _num_rotated_heads(name: str, fields: ModelFields) -> int:
+    if fields.architecture != "llama":
+        return 0
+    match = LAYER_PATTERN.fullmatch(name)
+    part = match[2] if match else ""
+    if part == "attn_q" or (part == "attn_k" and fields.get("attention.head_count_kv") is None):
+        return fields.number("attention.head_count")
+    return fields.number("attention.head_count_kv") if part == "attn_k" else 0
+
+
+def _main_type(plan: Sequence[PlannedTensor]) -> str:
+    """The type of most elements."""
+    counts = dict.fromkeys(ELEMENT_BYTES, 0)
+    for tensor in plan:
+        counts[tensor.type_name] += tensor.source.num_elements
+    return TORCH_NAMES[max(counts, key=lambda type_name: counts[type_name])]
+
+
+def _rope_factors(file: GGUFFile) -> list[float] | None:
+    for tensor in file.tensors:
+        if tensor.name == ROPE_FACTORS:
+            return [float(value) for value in _dequantize(file.rows(tensor), tensor).ravel()]
+    return None
+
+
+def _write_weights(
+    path: Path, file: GGUFFile, plan: Sequence[PlannedTensor], report: Report
+) -> None:
+    total = sum(tensor.num_bytes for tensor in plan)
+    done = 0
+    report("converting", done, total)
+    with path.open("wb") as output:
+        output.write(_header(plan))
+        for tensor in plan:
+            for piece in _pieces(file, tensor):
+                _write_array(output, piece)
+                done += piece.nbytes
+                report("converting", done, total)
+    assert done == total, (done, total)
+
+
+def _header(plan: Sequence[PlannedTensor]) -> bytes:
+    """A safetensors header: its length, then JSON padded so that the data is aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in plan:
+        end = start + tensor.num_bytes
+        entries[tensor.name] = {
+            "dtype": tensor.type_name,
+            "shape": list(tensor.source.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(file: GGUFFile, tensor: PlannedTensor) -> Iterator[np.ndarray]:
+    """The tensor's values from front to back, a slice of rows at a time."""
+    rows = file.rows(tensor.source)  # [rows, bytes of a row] uint8
+    if tensor.num_rotated_heads:
+        rows = _undo_rotation(rows, tensor)
+    if _kept_type(tensor.source):
+        yield rows
+        return
+    rows_at_once = max(1, SLICE_ELEMENTS // tensor.source.shape[-1])
+    for start in range(0, len(rows), rows_at_once):
+        values = _dequantize(rows[start : start + rows_at_once], tensor.source)
+        yield values if tensor.type_name == "F32" else _to_bfloat16(values)
+
+
+def _undo_rotation(rows: np.ndarray, tensor: PlannedTensor) -> np.ndarray:
+    """Put the rows of each head back in halves, where llama.cpp has them in pairs.
+
+    Quantised blocks lie within rows, so rows can be moved before they are dequantised.
+    """
+    num_heads = tensor.num_rotated_heads
+    shape = rows.shape
+    # A bias is one row in the file, with one value for each row of its matrix.
+    rows = rows.reshape(tensor.source.shape[0], -1)
+    if len(rows) % (2 * num_heads):
+        raise CheckpointError(
+            f"tensor {tensor.source.name!r} of this GGUF file has {len(rows)} rows for "
+            f"{num_heads} heads: use another file of this model"
+        )
+    pairs = rows.reshape(num_heads, len(rows) // num_heads // 2, 2, -1)
+    return pairs.swapaxes(1, 2).reshape(shape)
+
+
+def _dequantize(rows: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
+    """Rows of bytes to float32 [rows, row length]."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(tensor.type_code)
+    try:
+        values: np.ndarray = gguf.quants.dequantize(rows, kind)
+    except NotImplementedError as error:
+        raise CheckpointError(
+            f"tensor {tensor.name!r} of this GGUF file is quantised as {kind.name}, which cannot "
+            "be loaded: use a file with another quantisation, such as Q8_0"
+        ) from error
+    return values
+
+
+def _to_bfloat16(values: np.ndarray) -> np.ndarray:
+    import gguf
+
+    rounded: np.ndarray = gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16)
+    return rounded
+
+
+def _write_array(output: BinaryIO, array: np.ndarray) -> None:
+    import numpy as np
+
+    output.write(np.ascontiguousarray(array).data)
+
+
+def _json_text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,183 @@
+"""Tensors of a folder's safetensors files, read one at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from stoop.config.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# Mistral's folders hold all weights a second time under other tensor names.
+DUPLICATE_FILES = "consolidated*"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies and what it is."""
+
+    file: Path
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class WeightReader:
+    """All tensors of a model folder by name; use as a context manager, or close it."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._entries = _list_tensors(self._folder)
+
+    def __enter__(self) -> WeightReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all tensors together."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def names(self) -> set[str]:
+        return set(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU, mapped from its file: bytes are read when they are used."""
+        from safetensors import SafetensorError
+
+        entry = self._entry(name)
+        # A handle opened per tensor makes a mapping per tensor, which goes when the tensor
+        # goes. A lasting handle maps the whole file, and its pages would pile up.
+        try:
+            with _open(entry.file) as handle:
+                tensor: torch.Tensor = handle.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{entry.file} can no longer be read ({error}): fetch the model again"
+            ) from error
+
+    def close(self) -> None:
+        """Forget the files; tensors already given out stay valid."""
+        self._entries = {}
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self._folder} holds no tensor {name!r}: "
+                "check that its config.json belongs to these weights"
+            )
+        return entry
+
+
+def _list_tensors(folder: Path) -> dict[str, TensorEntry]:
+    if (folder / INDEX_FILE).is_file():
+        return _list_indexed(folder)
+    if (folder / SINGLE_FILE).is_file():
+        return _list_file(folder / SINGLE_FILE)
+    entries: dict[str, TensorEntry] = {}
+    for file in _find_files(folder):
+        found = _list_file(file)
+        twice = sorted(entries.keys() & found.keys())
+        if twice:
+            raise CheckpointError(
+                f"tensor {twice[0]!r} is both in {entries[twice[0]].file.name} and in {file.name} "
+                f"in {folder}: remove one of the two files"
+            )
+        entries.update(found)
+    return entries
+
+
+def _list_indexed(folder: Path) -> dict[str, TensorEntry]:
+    weight_map = _read_weight_map(folder / INDEX_FILE)
+    entries: dict[str, TensorEntry] = {}
+    for file_name in sorted(set(weight_map.values())):
+        if not (folder / file_name).is_file():
+            raise CheckpointError(
+                f"{folder / file_name} is missing though {INDEX_FILE} names it: "
+                "fetch the model again"
+            )
+        found = _list_file(folder / file_name)
+        for name in (name for name, place in weight_map.items() if place == file_name):
+            if name not in found:
+                raise CheckpointError(
+                    f"{folder / file_name} lacks the tensor {name!r} that {INDEX_FILE} "
+                    "places there: fetch the model again"
+                )
+            entries[name] = found[name]
+    return entries
+
+
+def _read_weight_map(file: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is not a valid index: fetch the model again") from error
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{file} is not a valid index: fetch the model again")
+    return weight_map
+
+
+def _find_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: give the folder of a model")
+    files = sorted(folder.glob("*.safetensors"))
+    files = [file for file in files if not file.match(DUPLICATE_FILES)] or files
+    if files:
+        return files
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder} holds its weights only as pickled PyTorch files (pytorch_model.bin): "
+            "convert them to safetensors"
+        )
+    raise CheckpointError(
+        f"{folder} holds no .safetensors files: fetch the model's weights into it"
+    )
+
+
+def _list_file(file: Path) -> dict[str, TensorEntry]:
+    from safetensors import SafetensorError
+
+    try:
+        with _open(file) as handle:
+            return {name: _describe(file, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118 - the handle is no mapping
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is truncated or damaged ({error}): fetch the model again"
+        ) from error
+
+
+def _describe(file: Path, tensor: Any) -> TensorEntry:
+    shape = tuple(tensor.get_shape())
+    return TensorEntry(file, shape, math.prod(shape) * _type_bytes(tensor.get_dtype()))
+
+
+def _type_bytes(type_name: str) -> int:
+    """Bytes of an element, read off names such as F32, BF16, F8_E4M3 and BOOL."""
+    digits = type_name.split("_")[0].lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    return int(digits) // 8 if digits else 1
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="pt", device="cpu")

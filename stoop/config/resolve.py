@@ -1,0 +1,134 @@
+"""User options and a checkpoint's own facts, checked and merged into one `Config`."""
+
+import dataclasses
+import difflib
+import re
+from typing import Any
+
+from stoop.config.errors import ConfigError
+from stoop.config.schema import (
+    DTYPES,
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    EngineOptions,
+    LoadConfig,
+    ModelSpec,
+    ScheduleConfig,
+)
+
+ATTENTION_BACKENDS = ("reference",)
+MIN_KV_BLOCKS = 2  # the null block and one to use
+
+
+def unknown_name(kind: str, name: str, known: list[str]) -> str:
+    """One sentence for a name nobody knows, with the likeliest meaning or the whole list."""
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"unknown {kind} {name!r}: {advice}"
+
+
+def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
+    known = [f.name for f in dataclasses.fields(EngineOptions)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(unknown_name("engine option", name, known))
+    return EngineOptions(model=model, **options)
+
+
+def resolve(options: EngineOptions, model: ModelSpec, folder: str, device: str) -> Config:
+    """`device` is the concrete one that the worker found for `options.device`."""
+    if options.load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format={options.load_format!r}: use auto or dummy")
+    if options.attention_backend not in ATTENTION_BACKENDS:
+        raise ConfigError(
+            unknown_name("attention_backend", options.attention_backend, list(ATTENTION_BACKENDS))
+        )
+    return Config(
+        model=model,
+        load=LoadConfig(folder, "dummy" if options.load_format == "dummy" else "auto", options.seed),
+        device=DeviceConfig(device, _dtype(options.dtype, model)),
+        cache=_cache(options),
+        schedule=_schedule(options, model, device),
+        attention_backend=options.attention_backend,
+    )
+
+
+def _dtype(asked: str, model: ModelSpec) -> str:
+    if asked == "auto":
+        return model.dtype
+    if asked not in DTYPES:
+        raise ConfigError(unknown_name("dtype", asked, ["auto", *DTYPES]))
+    return asked
+
+
+def _cache(options: EngineOptions) -> CacheConfig:
+    size = _integer("block_size", options.block_size, least=1)
+    if size & (size - 1):
+        raise ConfigError(f"block_size={size}: use a power of two, such as 16")
+    share = options.gpu_memory_utilization
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization={share!r}: use a number above 0, at most 1")
+    num_blocks = options.num_kv_blocks
+    if num_blocks is not None:
+        _integer("num_kv_blocks", num_blocks, least=MIN_KV_BLOCKS)
+    memory = options.kv_cache_memory
+    return CacheConfig(
+        block_size=size,
+        num_blocks=num_blocks,
+        gpu_memory_utilization=float(share),
+        kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
+        enable_prefix_caching=bool(options.enable_prefix_caching),
+    )
+
+
+def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> ScheduleConfig:
+    max_model_len = options.max_model_len or model.max_position
+    _integer("max_model_len", max_model_len, least=1)
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is beyond the {model.max_position} positions that the "
+            f"model was made for: use at most {model.max_position}"
+        )
+    max_num_seqs = options.max_num_seqs or (16 if device == "cpu" else 256)
+    _integer("max_num_seqs", max_num_seqs, least=1)
+    default_tokens = max(2048, max_num_seqs)
+    if not options.enable_chunked_prefill:
+        default_tokens = max(default_tokens, max_model_len)
+    max_tokens = options.max_num_batched_tokens or default_tokens
+    _integer("max_num_batched_tokens", max_tokens, least=1)
+    if max_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={max_tokens} is below max_num_seqs={max_num_seqs}, so that "
+            "not every request could decode in a step: raise the first or lower the second"
+        )
+    if not options.enable_chunked_prefill and max_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={max_tokens} cannot hold a prompt of max_model_len="
+            f"{max_model_len} with chunked prefill off: raise it or leave chunked prefill on"
+        )
+    return ScheduleConfig(
+        max_model_len, max_num_seqs, max_tokens, bool(options.enable_chunked_prefill)
+    )
+
+
+def _integer(name: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r}: use a whole number of at least {least}")
+    return value
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
+}
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes of `2147483648`, `2GiB`, `500MB` or `2G`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+    unit = _UNITS.get(match[2]) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ConfigError(f"{name}={value!r}: use a number of bytes, such as 2147483648 or 2GiB")
+    return int(float(match[1]) * unit)

@@ -1,0 +1,149 @@
+"""The loop: schedule, run, take in the results."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stoop.checkpoint.fetch import resolve_model
+from stoop.config.errors import RequestError
+from stoop.config.resolve import resolve
+from stoop.config.schema import Config, EngineOptions
+from stoop.core.outputs import RequestOutput
+from stoop.core.request import Request
+from stoop.core.sampling_params import SamplingParams
+from stoop.engine.inputs import InputProcessor, Prompt
+from stoop.engine.outputs import Answer, RequestGroup
+from stoop.models.hf_config import read_model_spec
+from stoop.scheduler.scheduler import Scheduler
+from stoop.text.tokenizer import Tokenizer
+from stoop.worker.device import find_device
+from stoop.worker.runner import ModelRunner
+
+Report = Callable[[str, int, int | None], None]
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time."""
+
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer | None, seed: int, report: Report | None = None
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.inputs = InputProcessor(config, tokenizer, seed)
+        self.runner = ModelRunner(config, report)
+        self.scheduler = Scheduler(config.schedule, config.cache, self.runner.num_blocks)
+        self._groups: dict[str, RequestGroup] = {}
+        self._answers: dict[str, tuple[RequestGroup, Answer]] = {}
+
+    # ---- requests ----
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request; one that cannot be served as asked is refused whole."""
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use: choose another")
+        text, token_ids = self.inputs.encode(prompt)
+        rules = self.inputs.resolve(params, len(token_ids))
+        requests = [
+            Request(f"{request_id}/{index}", tuple(token_ids), each, priority)
+            for index, each in enumerate(rules)
+        ]
+        for request in requests:
+            self.scheduler.add(request)
+        group = RequestGroup(request_id, text, requests, self.tokenizer)
+        self._groups[request_id] = group
+        for answer in group.answers:
+            self._answers[answer.request.request_id] = (group, answer)
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """Stop a request; what it generated so far is returned."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        for answer in group.answers:
+            self.scheduler.finish(answer.request, "abort")
+            answer.finish()
+        return self._output(group)
+
+    def abort_all(self) -> None:
+        for request_id in list(self._groups):
+            self.abort_request(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # ---- one step ----
+
+    def step(self) -> list[RequestOutput]:
+        """Advance every request that the scheduler picks; returns those that changed."""
+        plan = self.scheduler.schedule()
+        assert plan.rows, "there is work, yet nothing could be scheduled"
+        result = self.runner.execute(plan)
+        changed: dict[str, RequestGroup] = {}
+        for request, row in self.scheduler.update(result):
+            group, answer = self._answers[request.request_id]
+            group.take_prompt_scores(answer, row)
+            stop = answer.take(row)
+            if stop is not None:
+                self._stop(request, stop)
+            changed[group.request_id] = group
+        outputs = [self._output(group) for group in changed.values()]
+        if not self.has_work:
+            self.scheduler.check_idle()
+        return outputs
+
+    def _stop(self, request: Request, stop: str) -> None:
+        """A stop string is found in text, which the scheduler does not see."""
+        if request.finished:  # by its length in the same step: the stop string came first
+            request.finish_reason, request.stop_reason = "stop", stop
+        else:
+            self.scheduler.finish(request, "stop", stop)
+
+    def _output(self, group: RequestGroup) -> RequestOutput:
+        group.note_times()
+        if group.finished:
+            del self._groups[group.request_id]
+            for answer in group.answers:
+                del self._answers[answer.request.request_id]
+        return group.output()
+
+    # ---- numbers ----
+
+    def metrics(self) -> dict[str, Any]:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        cache, stats = scheduler.prefix_cache, scheduler.stats
+        return {
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_running": len(scheduler.running),
+            "num_requests_finished": stats.num_finished,
+            "num_steps": stats.num_steps,
+            "num_prompt_tokens": stats.num_prompt_tokens,
+            "num_generated_tokens": stats.num_generated_tokens,
+            "num_preemptions": stats.num_preemptions,
+            "prefix_cache_queried_tokens": cache.num_queried_tokens,
+            "prefix_cache_hit_tokens": cache.num_hit_tokens,
+            "kv_cache_usage": pool.num_used / pool.num_usable,
+            "kv_cache_blocks": pool.num_usable,
+            "kv_cache_tokens": pool.num_usable * scheduler.block_size,
+            "kv_cache_bytes": pool.num_blocks * self.runner.kv_layout.block_bytes,
+        }
+
+
+def build_engine(options: EngineOptions, report: Report | None = None) -> Engine:
+    """Find the model, settle the configuration, load."""
+    device = find_device(options.device)
+    folder = resolve_model(options.model, revision=options.revision, report=report)
+    config = resolve(options, read_model_spec(folder), str(folder), device)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        source = Path(options.tokenizer) if options.tokenizer else folder
+        tokenizer = Tokenizer.from_folder(source)
+    return Engine(config, tokenizer, options.seed, report)
+

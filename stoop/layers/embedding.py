@@ -1,0 +1,36 @@
+"""Token embeddings and the output head, tied or not."""
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stoop.layers.weights import WeightSlot, empty_parameter
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = empty_parameter(vocab_size, hidden_size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield WeightSlot("weight", self.weight.data)
+
+
+class OutputHead(nn.Module):
+    """Hidden states to logits, through its own matrix or through the embeddings'."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tied_to: Embedding | None) -> None:
+        super().__init__()
+        self.tied = tied_to is not None
+        self.weight = empty_parameter(vocab_size, hidden_size) if tied_to is None else tied_to.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        if not self.tied:
+            yield WeightSlot("weight", self.weight.data)

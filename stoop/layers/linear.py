@@ -1,0 +1,32 @@
+"""Linear layers, alone or several of one input fused into one matrix."""
+
+from collections.abc import Iterator, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stoop.layers.weights import WeightSlot, empty_parameter
+
+
+class FusedLinear(nn.Module):
+    """Projections of one input, stacked: one matrix product instead of several."""
+
+    def __init__(
+        self, names: Sequence[str], in_size: int, out_sizes: Sequence[int], bias: bool
+    ) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.out_sizes = list(out_sizes)
+        self.weight = empty_parameter(sum(out_sizes), in_size)
+        self.bias = empty_parameter(sum(out_sizes)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        start = 0
+        for name, size in zip(self.names, self.out_sizes, strict=True):
+            yield WeightSlot(f"{name}.weight", self.weight.data[start : start + size])
+            if self.bias is not None:
+                yield WeightSlot(f"{name}.bias", self.bias.data[start : start + size])
+            start += size

@@ -1,0 +1,25 @@
+"""RMSNorm with its residual add."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from stoop.layers.weights import WeightSlot, empty_parameter
+from stoop.ops.norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum, and the sum itself."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield WeightSlot("weight", self.weight.data)

@@ -1,0 +1,192 @@
+"""Offline generation: prompts in, answers out."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stoop.config.errors import RequestError
+from stoop.config.resolve import make_options
+from stoop.config.schema import Config
+from stoop.core.outputs import RequestOutput
+from stoop.core.sampling_params import SamplingParams
+from stoop.engine.engine import build_engine
+from stoop.engine.inputs import Prompt
+from stoop.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Report = Callable[[str, int, int | None], None]
+
+
+class LLM:
+    """A model that is ready to answer.
+
+    `options` are the fields of `stoop.config.schema.EngineOptions`; an unknown one is refused.
+    `report(stage, done, total)` is told of every slow part of the start.
+    """
+
+    def __init__(
+        self, model: str = "smollm2-135m", *, report: Report | None = None, **options: Any
+    ) -> None:
+        self.options = make_options(str(model), options)
+        self.engine = build_engine(self.options, report)
+        self._num_requests = 0
+
+    @property
+    def config(self) -> Config:
+        return self.engine.config
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise RequestError("the engine was made with skip_tokenizer_init=True: no tokenizer")
+        return self.engine.tokenizer
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since the start, and the state of queues and cache now."""
+        return self.engine.metrics()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts.
+
+        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. Every prompt is
+        checked before any is run; `use_tqdm` shows a progress bar where there is a terminal.
+        """
+        every = _as_list(prompts)
+        params = _spread(sampling_params, len(every), SamplingParams())
+        priorities = _spread(priority, len(every), 0)
+        ids = self._add_all(every, params, priorities)
+        finished: dict[str, RequestOutput] = {}
+        with _progress(use_tqdm, len(ids)) as advance:
+            for output in self._run(ids):
+                if output.finished:
+                    finished[output.request_id] = output
+                    advance(output)
+        return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template."""
+        tokenizer = self.get_tokenizer()
+        conversations: Sequence[Any] = messages
+        if messages and isinstance(messages[0], Mapping):
+            conversations = [messages]
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.render_chat(
+                conversation, add_generation_prompt, continue_final_message
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """One request's output after each step; leaving the loop early stops the request."""
+        ids = self._add_all([prompt], [sampling_params or SamplingParams()], [0])
+        yield from self._run(ids)
+
+    # ---- inside ----
+
+    def _add_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int]
+    ) -> list[str]:
+        """Queue all or none."""
+        ids: list[str] = []
+        try:
+            for prompt, each, level in zip(prompts, params, priority, strict=True):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                self.engine.add_request(request_id, prompt, each, level)
+                ids.append(request_id)
+        except BaseException:
+            self._abort(ids)
+            raise
+        return ids
+
+    def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+        """Step until these are done; whatever ends the loop early ends them too."""
+        open_ids = set(ids)
+        try:
+            while open_ids:
+                for output in self.engine.step():
+                    if output.finished:
+                        open_ids.discard(output.request_id)
+                    yield output
+        finally:
+            self._abort(open_ids)
+
+    def _abort(self, ids: Sequence[str] | set[str]) -> None:
+        for request_id in ids:
+            self.engine.abort_request(request_id)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is {type(prompts).__name__}: pass text, token ids or a list")
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+def _spread(given: Any, count: int, default: Any) -> list[Any]:
+    """One for all, or one for each."""
+    if given is None:
+        return [default] * count
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{len(given)} settings for {count} prompts: give one, or one for each")
+    return list(given)
+
+
+class _progress:
+    """A progress bar on a terminal's standard error, or nothing."""
+
+    def __init__(self, wanted: bool, total: int) -> None:
+        from rich.console import Console
+
+        self.console = Console(stderr=True)
+        self.shown = wanted and self.console.is_terminal and total > 1
+        self.total = total
+        self.num_tokens = 0
+
+    def __enter__(self) -> Callable[[RequestOutput], None]:
+        if not self.shown:
+            return lambda output: None
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.bar = Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]} tokens"),
+            console=self.console,
+            transient=True,
+        )
+        self.task = self.bar.add_task("generating", total=self.total, tokens=0)
+        self.bar.start()
+        return self._advance
+
+    def _advance(self, output: RequestOutput) -> None:
+        self.num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        self.bar.update(self.task, advance=1, tokens=self.num_tokens)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.shown:
+            self.bar.stop()

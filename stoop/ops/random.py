@@ -1,0 +1,65 @@
+"""Random numbers without state: Philox-4x32-10, keyed by (seed, purpose, position).
+
+A number depends on its key and place alone, so it is the same in any batch, after a preemption and
+on any device. Each purpose has a stream of its own, and no number serves two purposes.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
+
+
+class Purpose(IntEnum):
+    """Streams. The numbers are part of what a seed means: never change one."""
+
+    SAMPLE = 0  # a token of the target's distribution
+    DRAFT = 1
+    ACCEPT = 2
+    RESAMPLE = 3
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four words of four counter words and two key words; all int64 holding 32 bits."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # A product of two 32-bit words wraps around in int64, which keeps all 64 bits.
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (high >> 32) & _MASK ^ c1 ^ k0,
+            high & _MASK,
+            (low >> 32) & _MASK ^ c3 ^ k1,
+            low & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
+    """[n, count] float32 in (0, 1): row i for seed i at position i.
+
+    seeds, positions: [n] int64. Number j is word j % 4 of counter j // 4.
+    """
+    groups = -(-count // 4)
+    group = torch.arange(groups, device=seeds.device)[None, :]  # [1, groups]
+    position = positions[:, None] & _MASK
+    zero = torch.zeros_like(position)
+    key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
+    words = philox((group + zero, position + zero, zero + int(purpose), zero), key)
+    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :count]
+    return ((bits.float() + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
+    """[n, count] float32 Gumbel noise: argmax(logits + noise) is a draw from softmax(logits).
+
+    -log(-log(1 - u)): small u, which float32 resolves finely, make the large values that win.
+    """
+    return -torch.log(-torch.log1p(-uniform(seeds, positions, purpose, count)))

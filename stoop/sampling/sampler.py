@@ -1,0 +1,120 @@
+"""Phase V of plain decoding: one token a row, by the row's own parameters."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stoop.core.request import TokenRules
+from stoop.ops import sampling as ops
+from stoop.ops.inputs import SlotTensors
+from stoop.sampling.state import SamplingState
+
+
+@dataclass(frozen=True)
+class SamplingNeeds:
+    """Which passes over the vocabulary a batch needs; a greedy batch needs none."""
+
+    noise: bool = False
+    bias: bool = False
+    penalties: bool = False
+    min_tokens: bool = False
+    bad_words: bool = False
+    min_p: bool = False
+    top_p: bool = False
+    top_k_width: int = 0  # the largest top_k; 0: no row has one; -1: only some have
+    num_logprobs: int = -1  # -1: none
+
+    @staticmethod
+    def of(rules: Iterable[TokenRules]) -> "SamplingNeeds":
+        every = list(rules)
+        params = [r.params for r in every]
+        noisy = [p for p in params if not p.greedy]
+        return SamplingNeeds(
+            noise=bool(noisy),
+            bias=any(p.logit_bias for p in params),
+            penalties=any(p.penalised for p in params),
+            min_tokens=any(r.params.min_tokens and r.stop_ids for r in every),
+            bad_words=any(r.bad_words for r in every),
+            min_p=any(p.min_p > 0 for p in noisy),
+            top_p=any(p.top_p < 1 for p in noisy),
+            top_k_width=_width([p.top_k for p in noisy]),
+            num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=-1),
+        )
+
+    @property
+    def edits_logits(self) -> bool:
+        return self.bias or self.penalties or self.min_tokens or self.bad_words
+
+    @property
+    def filters(self) -> bool:
+        return self.top_p or self.top_k_width != 0
+
+
+def _width(top_ks: list[int]) -> int:
+    """How much of the sorted vocabulary the filters must see; greedy rows need only its top."""
+    if not any(top_ks):
+        return 0
+    return max(top_ks) if all(top_ks) else -1
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_ids: Tensor  # [n] int64
+    score_ids: Tensor | None = None  # [n, 1 + num_logprobs] int64
+    scores: Tensor | None = None  # of the same shape
+    ranks: Tensor | None = None  # [n] int64
+
+
+class Sampler:
+    def __init__(self, state: SamplingState, slots: SlotTensors) -> None:
+        self.state = state
+        self.slots = slots
+
+    def sample(
+        self, logits: Tensor, slot: Tensor, needs: SamplingNeeds, max_seq_len: int
+    ) -> Sampled:
+        """logits: [n, vocab_size], overwritten; slot: [n] of each row, the sink for padding."""
+        raw = logits.clone() if needs.num_logprobs >= 0 else logits
+        if needs.edits_logits:
+            self._edit(logits, slot, needs, max_seq_len)
+        if needs.noise:
+            token_ids = self._draw(logits, slot, needs)
+        else:
+            token_ids = logits.argmax(dim=1)
+        if needs.num_logprobs < 0:
+            return Sampled(token_ids)
+        return Sampled(token_ids, *ops.score(raw, token_ids, needs.num_logprobs))
+
+    def _edit(self, logits: Tensor, slot: Tensor, needs: SamplingNeeds, max_seq_len: int) -> None:
+        state = self.state
+        history = ops.History(
+            self.slots.token_ids[slot, :max_seq_len].long(),
+            self.slots.num_tokens[slot],
+            self.slots.num_prompt_tokens[slot],
+        )
+        if needs.bias:
+            bias = state.bias_values[slot]
+            ops.add_bias_(logits, state.bias_ids[slot], bias, state.bias_counts[slot])
+        if needs.min_tokens:
+            num_output = history.num_tokens - history.num_prompt_tokens
+            too_early = num_output < state.min_tokens[slot]
+            ops.forbid_stops_(logits, state.stop_ids[slot], state.stop_counts[slot], too_early)
+        if needs.bad_words:
+            ops.forbid_bad_words_(logits, state.bad_words[slot], history)
+        if needs.penalties:
+            ops.penalise_(
+                logits, history, state.repetition[slot], state.presence[slot], state.frequency[slot]
+            )
+
+    def _draw(self, logits: Tensor, slot: Tensor, needs: SamplingNeeds) -> Tensor:
+        state = self.state
+        temperature = state.temperature[slot]
+        ops.temper_(logits, temperature)
+        if needs.min_p:
+            ops.apply_min_p_(logits, state.min_p[slot])
+        if needs.filters:
+            width = needs.top_k_width if needs.top_k_width > 0 else logits.shape[1]
+            ops.apply_top_k_top_p_(logits, state.top_k[slot], state.top_p[slot], width)
+        # The token to come is number `num_tokens` of its request: the key of its noise.
+        return ops.draw(logits, temperature, state.seeds[slot], self.slots.num_tokens[slot])

@@ -1,0 +1,297 @@
+"""Who computes what in the next step.
+
+There is no prefill phase and no decode phase: a request computes the tokens that it knows and has
+not computed. A decode is the case of one such token, a prompt the case of many, a chunk a part of
+them. Requests are served in order of priority, then arrival. A request that cannot get a block
+takes those of the last in that order, which starts anew later (preemption by recomputation).
+
+The scheduler holds numbers only and imports no torch.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stoop.config.errors import RequestError
+from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.core.request import Request, RequestStatus
+from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
+from stoop.scheduler.block_pool import BlockPool
+from stoop.scheduler.prefix_cache import PrefixCache
+
+
+@dataclass
+class SchedulerStats:
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+class _Draft:
+    """A step's plan while it is made. A preemption may take rows out of it again."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_scheduled: dict[Request, int] = {}
+        self.admitted: dict[Request, None] = {}
+        self.appended: dict[Request, int] = {}  # blocks that a request held before this step
+        self.preempted = False
+
+    def put(self, request: Request, num_tokens: int) -> None:
+        self.num_scheduled[request] = num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, request: Request) -> None:
+        self.budget += self.num_scheduled.pop(request, 0)
+        self.admitted.pop(request, None)
+        self.appended.pop(request, None)
+
+
+class Scheduler:
+    def __init__(self, config: ScheduleConfig, cache: CacheConfig, num_blocks: int) -> None:
+        self.config = config
+        self.block_size = cache.block_size
+        self.pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(self.pool, cache.block_size, cache.enable_prefix_caching)
+        self.stats = SchedulerStats()
+        self.waiting: list[Request] = []  # in order
+        self.running: list[Request] = []  # in order
+        self._requests: dict[str, Request] = {}
+        self._free_slots = list(reversed(range(config.max_num_seqs)))
+        self._num_arrivals = 0
+
+    # ---- requests come and go ----
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse one that could never run."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use: choose another")
+        limit = self.config.max_model_len
+        if request.num_prompt_tokens >= limit:
+            raise RequestError(
+                f"the prompt has {request.num_prompt_tokens} tokens and max_model_len={limit} "
+                "leaves no room for an answer: shorten the prompt or raise max_model_len"
+            )
+        capacity = self.pool.num_usable * self.block_size
+        if request.num_prompt_tokens >= capacity:
+            raise RequestError(
+                f"the prompt has {request.num_prompt_tokens} tokens and the KV cache holds "
+                f"{capacity}: shorten the prompt or raise kv_cache_memory"
+            )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        insort(self.waiting, request, key=lambda r: r.order)
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request wherever it stands. Its late results will be ignored."""
+        if request.finished:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self.stats.num_finished += 1
+        del self._requests[request.request_id]
+
+    def abort(self, request_id: str) -> Request | None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, "abort")
+        return request
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ---- a step ----
+
+    def schedule(self) -> StepPlan:
+        draft = _Draft(self.config.max_num_batched_tokens)
+        self._continue_running(draft)
+        if not draft.preempted:
+            self._admit_waiting(draft)
+        plan = self._plan(draft)
+        for request, num_tokens in draft.num_scheduled.items():
+            request.num_computed += num_tokens
+        return plan
+
+    def update(self, result: StepResult) -> list[tuple[Request, RowResult]]:
+        """Take in a step's tokens; returns the rows that still had somebody waiting for them."""
+        live = []
+        for row in result.rows:
+            request = self._requests.get(row.request_id)
+            if request is None or request.epoch != row.epoch:
+                continue  # finished, aborted or preempted since: its slot may be another's now
+            live.append((request, row))
+            self._take_tokens(request, row.token_ids)
+        return live
+
+    def check_idle(self) -> None:
+        """With nothing to do, nothing may be held."""
+        assert not self.has_work and not self._requests
+        assert self.pool.num_free == self.pool.num_usable, (self.pool.num_free, self.pool.num_used)
+        assert len(self._free_slots) == self.config.max_num_seqs
+        self.pool.check()
+
+    # ---- scheduling ----
+
+    def _continue_running(self, draft: _Draft) -> None:
+        # Decodes first: a long prompt's chunk must not hold up everybody's next token.
+        decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
+        prompts = [r for r in self.running if r.num_tokens - r.num_computed > 1]
+        for request in decodes + prompts:
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted a moment ago
+            num_tokens = min(request.num_tokens - request.num_computed, draft.budget)
+            if num_tokens and self._make_room(request, num_tokens, draft):
+                draft.put(request, num_tokens)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        while self.waiting and self._free_slots and draft.budget:
+            request = self.waiting[0]
+            cached = self.prefix_cache.match(request)
+            num_cached = len(cached) * self.block_size
+            num_tokens = request.num_tokens - num_cached
+            if num_tokens > draft.budget:
+                if not self.config.enable_chunked_prefill:
+                    break
+                num_tokens = draft.budget
+            # Room for all known tokens and the next one, not only for this chunk: a request that
+            # could not finish its prompt would only be preempted half-way.
+            wanted = self._num_blocks(request.num_tokens + 1) - len(cached)
+            if wanted > self.pool.num_free - self.pool.num_idle(cached):
+                break
+            self._admit(request, cached)
+            draft.admitted[request] = None
+            self._grow(request, num_tokens, draft)
+            draft.put(request, num_tokens)
+
+    def _admit(self, request: Request, cached: list[int]) -> None:
+        self.waiting.remove(request)
+        insort(self.running, request, key=lambda r: r.order)
+        self.pool.share(cached)
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        request.block_ids = list(cached)
+        request.num_offered_blocks = len(cached)
+        request.num_computed = len(cached) * self.block_size
+        self.prefix_cache.count(request, request.num_computed)
+        if request.num_cached is None:
+            request.num_cached = request.num_computed
+            self.stats.num_prompt_tokens += request.num_prompt_tokens
+
+    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+        """Get blocks for a running request, taking them from the last in order if need be."""
+        while not self._grow(request, num_tokens, draft):
+            victim = self.running[-1]
+            self._preempt(victim)
+            draft.drop(victim)
+            draft.preempted = True
+            if victim is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+        num_held = len(request.block_ids)
+        missing = self._num_blocks(request.num_computed + num_tokens) - num_held
+        if missing > self.pool.num_free:
+            return False
+        if missing > 0:
+            draft.appended.setdefault(request, num_held)
+            request.block_ids += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._vacate(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        insort(self.waiting, request, key=lambda r: r.order)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back slot and blocks; results still under way are now late."""
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_offered_blocks = 0
+        request.num_computed = 0
+        self._free_slots.append(request.slot)
+        request.slot = -1
+        request.epoch += 1
+
+    def _plan(self, draft: _Draft) -> StepPlan:
+        rows = [self._row(request, n) for request, n in draft.num_scheduled.items()]
+        # Decodes lead, of like lengths together: backends cut the batch into tiles in this order.
+        rows.sort(key=lambda row: (row.num_tokens, row.seq_len))
+        self.stats.num_steps += 1
+        return StepPlan(
+            index=self.stats.num_steps,
+            rows=rows,
+            admissions=[self._admission(request) for request in draft.admitted],
+            block_appends=list(self._block_appends(draft)),
+        )
+
+    def _row(self, request: Request, num_tokens: int) -> PlannedRow:
+        return PlannedRow(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            slot=request.slot,
+            num_tokens=num_tokens,
+            num_computed=request.num_computed,
+            samples=request.num_computed + num_tokens == request.num_tokens,
+            rules=request.rules,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
+    @staticmethod
+    def _admission(request: Request) -> Admission:
+        return Admission(
+            slot=request.slot,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed=request.num_computed,
+            rules=request.rules,
+        )
+
+    @staticmethod
+    def _block_appends(draft: _Draft) -> Iterable[BlockAppend]:
+        for request in draft.admitted:
+            yield BlockAppend(request.slot, 0, list(request.block_ids))
+        for request, start in draft.appended.items():
+            if request not in draft.admitted:
+                yield BlockAppend(request.slot, start, request.block_ids[start:])
+
+    # ---- results ----
+
+    def _take_tokens(self, request: Request, token_ids: list[int]) -> None:
+        for token in token_ids:
+            request.token_ids.append(token)
+            self.stats.num_generated_tokens += 1
+            if self._stops(request, token):
+                break
+        if not request.finished:
+            self.prefix_cache.insert(request)
+
+    def _stops(self, request: Request, token: int) -> bool:
+        rules = request.rules
+        if token in rules.stop_ids and request.num_output_tokens > rules.params.min_tokens:
+            # The block of the last computed token may be full: let others find it.
+            self.prefix_cache.insert(request)
+            self.finish(request, "stop", token)
+        elif (
+            request.num_output_tokens >= rules.max_tokens
+            or request.num_tokens >= self.config.max_model_len
+        ):
+            self.prefix_cache.insert(request)
+            self.finish(request, "length")
+        return request.finished
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,227 @@
+"""Token ids to text, a few tokens at a time, and the strings at which a text stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stoop.config.errors import RequestError
+from stoop.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so at most three replacement characters at the end of a
+# text can still turn into something else.
+MAX_HELD = 3
+# Only a text that goes on ending in replacement characters lets the window grow. The last
+# sixteen tokens are enough to see the last three characters as they are: their bytes (three
+# each at most), the character before them, and three bytes in which UTF-8 finds its step again.
+WINDOW_TOKENS = 16
+MAX_WINDOW_TOKENS = 48
+
+
+class IncrementalDetokenizer:
+    """Text of a growing list of ids, never half a character, at a constant cost per token.
+
+    The increments joined are `tokenizer.decode` of all ids. One exception: in tokenizers with
+    byte-fallback tokens (`<0x0A>`), `decode` blanks a whole run of bytes when one of them is
+    invalid; here the characters of that run that were already given out stay as they are.
+
+    How it works: whenever the text ends in a whole character, what follows does not depend on
+    what came before, except that some decoders treat the very start of a text specially. So
+    the window to decode starts again from one token of plain text, the anchor.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """With `prompt_ids`, the text is what follows the prompt, as decoded behind it."""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._anchor: list[int] = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
+        self._parts: list[str] = []
+        self._window: list[int] = []
+        self._num_released = 0  # characters of the window's text that were given out
+        self._num_held = 0  # characters of the window's text that may still change
+        self._start_behind(prompt_ids)
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def append(self, ids: Sequence[int]) -> str:
+        """Take ids and return the new text that can no longer change."""
+        new_text = "".join([self._step(token_id) for token_id in ids])
+        if new_text:
+            self._parts.append(new_text)
+        return new_text
+
+    def finish(self) -> str:
+        """The text that was held back because more ids could have changed it."""
+        new_text = REPLACEMENT * self._num_held
+        self._restart()
+        if new_text:
+            self._parts.append(new_text)
+        return new_text
+
+    def _start_behind(self, prompt_ids: Sequence[int]) -> None:
+        tail = [token_id for token_id in prompt_ids if self._has_text(token_id)]
+        if len(tail) > WINDOW_TOKENS:
+            self._restart()
+        for token_id in tail[-WINDOW_TOKENS:]:
+            self._step(token_id)
+
+    def _step(self, token_id: int) -> str:
+        if not self._has_text(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        self._num_held = _num_trailing_replacements(text)
+        num_stable = len(text) - self._num_held
+        new_text = text[self._num_released : num_stable]
+        self._num_released = max(self._num_released, num_stable)
+        if self._num_held == 0:
+            self._restart()
+        elif len(self._window) > MAX_WINDOW_TOKENS:
+            new_text += self._shorten_window()
+        return new_text
+
+    def _restart(self) -> None:
+        self._window = self._anchor.copy()
+        self._num_released = len(self._decode(self._window)) if self._window else 0
+        self._num_held = 0
+
+    def _shorten_window(self) -> str:
+        """Keep the end of the window; text comes out if that end alone reads differently."""
+        window = self._anchor + self._window[-WINDOW_TOKENS:]
+        text = self._decode(window)
+        if _num_trailing_replacements(text) != self._num_held:
+            # Only byte-fallback runs read differently, and this one is too long to mend.
+            held = REPLACEMENT * self._num_held
+            self._restart()
+            return held
+        self._window = window
+        self._num_released = len(text) - self._num_held
+        return ""
+
+    def _has_text(self, token_id: int) -> bool:
+        return self._tokenizer.has_text(token_id, self._skip_special_tokens)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class StopChecker:
+    """Releases text up to the first stop string, keeping back what may become one.
+
+    The stop string that *ends* first wins, whatever the pieces in which text arrives; of two
+    that end at the same character, the longer one wins.
+    """
+
+    def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
+        if isinstance(stop, str):
+            stop = [stop]
+        if any(not isinstance(word, str) or not word for word in stop):
+            raise RequestError("stop strings cannot be empty: leave out the empty one")
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, new_text: str) -> str:
+        """Take text and return what is certain to come before any stop string."""
+        if self.stopped is not None:
+            return ""
+        text = self._held + new_text
+        found = self._find(text)
+        if found is not None:
+            end, word = found
+            self.stopped = word
+            self._held = ""
+            return text[:end] if self._include_stop else text[: end - len(word)]
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def finish(self) -> str:
+        """The text kept back, now that nothing follows it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        found = [
+            (position + len(word), word)
+            for word in self._stop
+            if (position := text.find(word)) >= 0
+        ]
+        return min(found, key=lambda hit: (hit[0], -len(hit[1])), default=None)
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        longest = max((len(word) - 1 for word in self._stop), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            end = text[-length:]
+            if any(word.startswith(end) for word in self._stop):
+                return length
+        return 0
+
+
+class TextStream:
+    """A detokenizer followed by a stop checker: the text of one request."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._checker = StopChecker(stop, include_stop)
+        self._parts: list[str] = []
+        # Ids taken until the text stopped, the one that completed the stop string included.
+        self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._checker.stopped
+
+    def append(self, ids: Sequence[int]) -> str:
+        """Take ids, up to the one that completes a stop string, and return released text."""
+        released: list[str] = []
+        for token_id in ids:
+            if self.stopped is not None:
+                break
+            self.num_tokens += 1
+            released.append(self._checker.push(self._detokenizer.append([token_id])))
+        return self._keep("".join(released))
+
+    def finish(self) -> str:
+        """Release what was held back; nothing follows."""
+        if self.stopped is not None:
+            return ""
+        return self._keep(self._checker.push(self._detokenizer.finish()) + self._checker.finish())
+
+    def _keep(self, released: str) -> str:
+        if released:
+            self._parts.append(released)
+        return released
+
+
+def _num_trailing_replacements(text: str) -> int:
+    """How many replacement characters end the text, as far as they can still change."""
+    return min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_HELD)

@@ -1,0 +1,199 @@
+"""Text to token ids and back, for one model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoop.config.errors import CheckpointError, RequestError
+from stoop.text.chat import ChatTemplate, load_chat_template
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Files from which transformers can build the tokenizer.json that a folder lacks.
+SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+
+
+class Tokenizer:
+    """A `tokenizers` backend, the special tokens of its config, and its chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: dict[str, Any] | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        """`settings` is what tokenizer_config.json says."""
+        settings = settings or {}
+        # Some published tokenizer.json files carry the padding of the run that saved them.
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._chat_template = chat_template
+        self.bos_token = _token_text(settings.get("bos_token"))
+        self.eos_token = _token_text(settings.get("eos_token"))
+        self.bos_token_id = self._id_of(self.bos_token)
+        self.eos_token_id = self._id_of(self.eos_token)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id in added if added[token_id].special)
+        self._prepends_bos = bool(settings.get("add_bos_token")) and not self._adds_bos_itself()
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Read the tokenizer of a folder in Hugging Face layout."""
+        folder = Path(path)
+        settings = _read_json(folder / "special_tokens_map.json")
+        settings.update(_read_json(folder / "tokenizer_config.json"))
+        backend = _load_backend(folder)
+        return cls(backend, settings, load_chat_template(folder, settings))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with special tokens, as the model was trained to begin."""
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt is a string, not {type(text).__name__}: pass text")
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "the text holds a lone surrogate, which is no character: pass valid Unicode"
+            ) from error
+        if add_special_tokens and self._prepends_bos and self.bos_token_id is not None:
+            return [self.bos_token_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that the vocabulary lacks give no text."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` looks at this id at all."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    @cached_property
+    def anchor_id(self) -> int | None:
+        """A token of plain text; decoders treat what follows it as the middle of a text."""
+        for letter in ("a", "e", "0", "."):
+            ids = self.encode(letter, add_special_tokens=False)
+            if ids and self.decode(ids[-1:]).endswith(letter):
+                return ids[-1]
+        return None
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt that the model's chat template makes of messages.
+
+        With `continue_final_message` the prompt ends inside the last message, whatever
+        `add_generation_prompt` says, so that the model goes on with it.
+        """
+        if self._chat_template is None:
+            raise RequestError(
+                "this model has no chat template: use generate with a prompt instead of messages"
+            )
+        variables = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables={**variables, **template_kwargs},
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of `render_chat`; the template writes its own bos, so none is added."""
+        text = self.render_chat(
+            messages, add_generation_prompt, continue_final_message, tools, **template_kwargs
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _adds_bos_itself(self) -> bool:
+        # Any character will do: we only look at what the post-processor puts in front.
+        ids = self._backend.encode("a", add_special_tokens=True).ids
+        return bool(ids) and ids[0] == self.bos_token_id
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return _build_backend(folder)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for any broken file
+        raise CheckpointError(
+            f"{file} cannot be read ({_first_line(error)}): fetch the model again"
+        ) from error
+
+
+def _build_backend(folder: Path) -> tokenizers.Tokenizer:
+    if not any((folder / name).is_file() for name in SLOW_TOKENIZER_FILES):
+        raise CheckpointError(f"{folder} has no tokenizer.json: add the model's tokenizer files")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json and transformers is needed to build one: "
+            "run 'pip install stoop[hf]'"
+        ) from error
+    try:
+        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    except Exception as error:  # third-party code: each tokenizer class fails in its own way
+        raise CheckpointError(
+            f"transformers could not build a tokenizer from {folder} ({_first_line(error)}): "
+            "add a tokenizer.json"
+        ) from error
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: fetch the model again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object: fetch the model again")
+    return content
+
+
+def _token_text(token: str | dict[str, Any] | None) -> str | None:
+    """Older configs write a token as an object with its content."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
