@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stoop.checkpoint.report import Report
 from stoop.config.errors import RequestError
 from stoop.config.resolve import make_options
 from stoop.config.schema import Config
@@ -13,7 +14,6 @@ from stoop.engine.inputs import Prompt
 from stoop.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-Report = Callable[[str, int, int | None], None]
 
 
 class LLM:

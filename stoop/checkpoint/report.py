@@ -6,7 +6,7 @@ from typing import Protocol
 class Report(Protocol):
     """Called with a stage such as "downloading", and bytes done of a total if it is known."""
 
-    def __call__(self, stage: str, done: int, total: int | None) -> None: ...
+    def __call__(self, stage: str, done: int, total: int | None, /) -> None: ...
 
 
 def quiet(stage: str, done: int, total: int | None) -> None:

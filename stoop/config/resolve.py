@@ -46,7 +46,7 @@ def resolve(options: EngineOptions, model: ModelSpec, folder: str, device: str) 
         )
     return Config(
         model=model,
-        load=LoadConfig(folder, "dummy" if options.load_format == "dummy" else "auto", options.seed),
+        load=LoadConfig(folder, options.load_format == "dummy", options.seed),
         device=DeviceConfig(device, _dtype(options.dtype, model)),
         cache=_cache(options),
         schedule=_schedule(options, model, device),

@@ -62,7 +62,7 @@ class ModelSpec:
 @dataclass(frozen=True)
 class LoadConfig:
     folder: str
-    load_format: Literal["auto", "dummy"] = "auto"
+    dummy: bool = False  # random weights, none read
     seed: int = 0  # of dummy weights
 
 

@@ -26,7 +26,7 @@ Params = TypeVar("Params", bound=type)
 def _refuse_unknown(cls: Params) -> Params:
     """Make the constructor answer an unknown option with a sentence, not with a TypeError."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    known = [f.name for f in dataclasses.fields(cls)]
 
     @functools.wraps(init)
     def checked_init(self: object, *args: Any, **options: Any) -> None:

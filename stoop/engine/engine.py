@@ -1,10 +1,10 @@
 """The loop: schedule, run, take in the results."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
+from stoop.checkpoint.report import Report
 from stoop.config.errors import RequestError
 from stoop.config.resolve import resolve
 from stoop.config.schema import Config, EngineOptions
@@ -18,8 +18,6 @@ from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
 from stoop.worker.device import find_device
 from stoop.worker.runner import ModelRunner
-
-Report = Callable[[str, int, int | None], None]
 
 
 class Engine:
@@ -146,4 +144,3 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
         source = Path(options.tokenizer) if options.tokenizer else folder
         tokenizer = Tokenizer.from_folder(source)
     return Engine(config, tokenizer, options.seed, report)
-

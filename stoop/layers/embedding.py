@@ -25,12 +25,26 @@ class OutputHead(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, tied_to: Embedding | None) -> None:
         super().__init__()
-        self.tied = tied_to is not None
-        self.weight = empty_parameter(vocab_size, hidden_size) if tied_to is None else tied_to.weight
+        # In a tuple, so that the embedding is not registered as a part of this module: moving a
+        # module to another device would give each of the two a matrix of its own.
+        self._tied_to = (tied_to,)
+        self.own = empty_parameter(vocab_size, hidden_size) if tied_to is None else None
+
+    @property
+    def tied(self) -> bool:
+        return self.own is None
+
+    @property
+    def weight(self) -> Tensor:
+        if self.own is not None:
+            return self.own
+        (embedding,) = self._tied_to
+        assert embedding is not None
+        return embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        if not self.tied:
-            yield WeightSlot("weight", self.weight.data)
+        if self.own is not None:
+            yield WeightSlot("weight", self.own.data)

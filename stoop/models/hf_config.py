@@ -197,9 +197,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _windows(
-    config: dict[str, Any], architecture: str, num_layers: int
-) -> tuple[int | None, ...]:
+def _windows(config: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
     if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
         window = None

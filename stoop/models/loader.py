@@ -1,18 +1,16 @@
 """A checkpoint folder into a model on its device, one tensor at a time."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from stoop.checkpoint.report import Report
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError
 from stoop.config.schema import Config, LoadConfig
 from stoop.models.llama import LlamaModel
 from stoop.models.registry import model_class
-
-Report = Callable[[str, int, int | None], None]
 
 # Derived values that some checkpoints carry along.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
@@ -24,7 +22,7 @@ def load_model(config: Config, report: Report | None = None) -> LlamaModel:
     """Build the model without memory, give it memory on the device, fill that in place."""
     dtype = getattr(torch, config.device.dtype)
     model = build_model(config, dtype)
-    if config.load.load_format == "dummy":
+    if config.load.dummy:
         _fill_dummy(model, config.load)
     else:
         with WeightReader(Path(config.load.folder)) as reader:

@@ -46,9 +46,7 @@ class StepTensors:
     samples: Tensor  # [max_reqs] bool: the row reaches its newest token; padding False
 
 
-def prepare_inputs(
-    slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int
-) -> None:
+def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
     max_reqs = rows.idx_mapping.shape[0]
     starts = rows.query_start_loc.long()  # [max_reqs + 1]
     row_slot = torch.where(rows.idx_mapping < 0, slots.sink, rows.idx_mapping)  # [max_reqs]
@@ -75,9 +73,7 @@ def prepare_inputs(
     out.slot_mapping.copy_(torch.where(live, kv_slot, -1))
 
 
-def commit_tokens(
-    slots: SlotTensors, rows: RowTensors, step: StepTensors, sampled: Tensor
-) -> None:
+def commit_tokens(slots: SlotTensors, rows: RowTensors, step: StepTensors, sampled: Tensor) -> None:
     """Phase U: a step's tokens are computed and its samples known.
 
     sampled: [max_reqs] int64, read where `step.samples`

@@ -42,8 +42,9 @@ class IncrementalDetokenizer:
         self._anchor: list[int] = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
         self._parts: list[str] = []
         self._window: list[int] = []
-        self._num_released = 0  # characters of the window's text that were given out
-        self._num_held = 0  # characters of the window's text that may still change
+        self._num_characters = 0  # of the window's text
+        self._num_released = 0  # those of them that were given out
+        self._num_held = 0  # those of them that may still change
         self._start_behind(prompt_ids)
 
     @property
@@ -80,7 +81,11 @@ class IncrementalDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        self._num_held = _num_trailing_replacements(text)
+        # Byte-fallback tokens show as one replacement character each until they are whole. If
+        # the text shrinks and yet ends in one, the model has spelled out that very character.
+        is_whole = len(text) < self._num_characters
+        self._num_characters = len(text)
+        self._num_held = 0 if is_whole else _num_trailing_replacements(text)
         num_stable = len(text) - self._num_held
         new_text = text[self._num_released : num_stable]
         self._num_released = max(self._num_released, num_stable)
@@ -92,7 +97,8 @@ class IncrementalDetokenizer:
 
     def _restart(self) -> None:
         self._window = self._anchor.copy()
-        self._num_released = len(self._decode(self._window)) if self._window else 0
+        self._num_characters = len(self._decode(self._window)) if self._window else 0
+        self._num_released = self._num_characters
         self._num_held = 0
 
     def _shorten_window(self) -> str:
@@ -105,6 +111,7 @@ class IncrementalDetokenizer:
             self._restart()
             return held
         self._window = window
+        self._num_characters = len(text)
         self._num_released = len(text) - self._num_held
         return ""
 
@@ -181,7 +188,10 @@ class TextStream:
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """The text of the first `min_tokens` ids is not searched for stop strings."""
+        self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._checker = StopChecker(stop, include_stop)
         self._parts: list[str] = []
@@ -207,7 +217,9 @@ class TextStream:
             if self.stopped is not None:
                 break
             self.num_tokens += 1
-            released.append(self._checker.push(self._detokenizer.append([token_id])))
+            new_text = self._detokenizer.append([token_id])
+            is_searched = self.num_tokens > self._min_tokens
+            released.append(self._checker.push(new_text) if is_searched else new_text)
         return self._keep("".join(released))
 
     def finish(self) -> str:

@@ -67,7 +67,8 @@ class Tokenizer:
             raise RequestError(f"a prompt is a string, not {type(text).__name__}: pass text")
         try:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:
+            # Versions of the library differ in what they raise for a string that UTF-8 lacks.
             raise RequestError(
                 "the text holds a lone surrogate, which is no character: pass valid Unicode"
             ) from error

@@ -19,9 +19,7 @@ class PromptScores:
         self.rows += [TokenScores(*row) for row in zip(ids, logprobs, ranks, strict=True)]
 
 
-def collect(
-    plan: StepPlan, sampled: Sampled, prompt_scores: dict[int, PromptScores]
-) -> StepResult:
+def collect(plan: StepPlan, sampled: Sampled, prompt_scores: dict[int, PromptScores]) -> StepResult:
     """Read a step's outcome; this is where the host waits for the device."""
     token_ids = sampled.token_ids.tolist()
     scores = _scores(sampled)

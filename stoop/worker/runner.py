@@ -4,7 +4,6 @@ The phases between `prepare` and `collect` are functions over persistent buffers
 decision, and are what a graph will capture.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ from stoop.attention.reference import ReferenceBackend
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.batch.staging import StagedWrites
+from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
 from stoop.core.kv_layout import KVLayout
 from stoop.core.step import PlannedRow, StepPlan, StepResult
@@ -26,8 +26,6 @@ from stoop.sampling.state import SamplingState
 from stoop.worker.device import prepare_device
 from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
 from stoop.worker.output import PromptScores, collect
-
-Report = Callable[[str, int, int | None], None]
 
 # Rows of logits made at once when a whole prompt is scored.
 PROMPT_SCORE_ROWS = 128

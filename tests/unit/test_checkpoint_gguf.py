@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -381,7 +382,7 @@ def sentencepiece(text: str) -> list[str]:
     """SentencePiece's own rule: merge the best-scoring neighbours, leftmost first."""
     pieces = list("▁" + text.replace(" ", "▁"))
     while True:
-        joined = [left + right for left, right in zip(pieces, pieces[1:], strict=False)]
+        joined = [left + right for left, right in pairwise(pieces)]
         known = [piece for piece in joined if piece in SPM_PIECES]
         if not known:
             return pieces
@@ -480,7 +481,7 @@ def test_no_beginning_of_a_file_is_taken_for_a_whole_one(tmp_path: Path) -> None
     cut = tmp_path / "cut.gguf"
     for length in [0, 3, 4, 10, 30, 200, 900, 2000, 4000, len(data) // 2, len(data) - 100]:
         cut.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match="is not a whole GGUF file .*download it again"):
+        with pytest.raises(CheckpointError, match=r"is not a whole GGUF file .*download it again"):
             convert_gguf(cut, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -489,7 +490,7 @@ def test_damage_never_shows_as_anything_but_a_checkpoint_error(tmp_path: Path) -
     data = write_gguf(tmp_path / "m.gguf", random_tensors()).read_bytes()
     generator = np.random.default_rng(1)
     damaged_file = tmp_path / "damaged.gguf"
-    num_refused = 0
+    messages: list[str] = []
     for _ in range(150):
         damaged = bytearray(data)
         position = int(generator.integers(4, 2500))
@@ -498,9 +499,9 @@ def test_damage_never_shows_as_anything_but_a_checkpoint_error(tmp_path: Path) -
         try:
             convert_gguf(damaged_file, tmp_path / "out")
         except CheckpointError as error:
-            num_refused += 1
-            assert "\n" not in str(error)
-    assert num_refused > 0
+            messages.append(str(error))
+    assert messages
+    assert not any("\n" in message for message in messages)
 
 
 @pytest.mark.parametrize(

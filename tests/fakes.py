@@ -1,0 +1,205 @@
+"""Tiny random checkpoints of every architecture, made with transformers.
+
+transformers' default initialisation gives models that repeat themselves and norms and biases that
+do nothing, so that a lost one would not be seen. Every tensor is drawn anew here.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+VOCAB_SIZE = 160
+WINDOW = 24
+MAX_POSITION = 512
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    config_class: type
+    model_class: type
+    changes: dict[str, Any]
+
+    def config(self) -> Any:
+        return self.config_class(**{**_COMMON, **self.changes})
+
+
+def _llama(**changes: Any) -> Architecture:
+    return Architecture(LlamaConfig, LlamaForCausalLM, changes)
+
+
+def _mistral(**changes: Any) -> Architecture:
+    return Architecture(MistralConfig, MistralForCausalLM, changes)
+
+
+def _qwen2(**changes: Any) -> Architecture:
+    return Architecture(Qwen2Config, Qwen2ForCausalLM, changes)
+
+
+def _qwen3(**changes: Any) -> Architecture:
+    return Architecture(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, **changes})
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama2": _llama(num_key_value_heads=4),
+    "llama3": _llama(rope_parameters=_LLAMA3_ROPE),
+    "llama-linear": _llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama-yarn": _llama(rope_parameters=_YARN_ROPE),
+    "smollm2": _llama(
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    ),
+    "llama-biases": _llama(attention_bias=True, mlp_bias=True),
+    "mistral": _mistral(sliding_window=WINDOW),
+    "mistral-full": _mistral(sliding_window=None, head_dim=32),
+    "qwen2": _qwen2(),
+    "qwen2-window": _qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": _qwen3(),
+    "qwen3-window": _qwen3(
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=2,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+}
+WINDOWED = ("mistral", "qwen2-window", "qwen3-window")
+
+
+def make_model(name: str, seed: int) -> PreTrainedModel:
+    """A float64 model whose every tensor is random and matters."""
+    model = ARCHITECTURES[name].model_class(ARCHITECTURES[name].config()).double().eval()
+    generator = torch.Generator().manual_seed(1000 * seed + list(ARCHITECTURES).index(name))
+    tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            _draw(key, parameter, generator, tied)
+    return model
+
+
+def _draw(key: str, parameter: torch.Tensor, generator: torch.Generator, tied: bool) -> None:
+    if "norm" in key:
+        parameter.uniform_(0.5, 1.5, generator=generator)
+    elif key.endswith("bias"):
+        parameter.normal_(0.0, 0.3, generator=generator)
+    elif "embed_tokens" in key:
+        # Tied, the matrix makes the logits too: large, so that the best two lie apart.
+        parameter.normal_(0.0, 0.35 if tied else 1.0, generator=generator)
+    else:
+        parameter.normal_(0.0, 0.6 if "lm_head" in key else 0.2, generator=generator)
+
+
+def save_checkpoint(
+    folder: Path, name: str, seed: int = 0, dtype: str = "float32", max_shard_size: str = "5GB"
+) -> Path:
+    make_model(name, seed).to(getattr(torch, dtype)).save_pretrained(
+        folder, max_shard_size=max_shard_size
+    )
+    return folder
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; a value of None removes the key."""
+    content = json.loads(path.read_text())
+    for key, value in changes.items():
+        content.pop(key, None) if value is None else content.update({key: value})
+    path.write_text(json.dumps(content, indent=2))
+
+
+def copy_with_old_config(source: Path, target: Path, rope_type_key: str = "rope_type") -> Path:
+    """The same weights under a config.json as transformers 4 wrote it.
+
+    rope_type_key: early releases wrote "type"
+    """
+    shutil.copytree(source, target)
+    path = target / "config.json"
+    config = json.loads(path.read_text())
+    rope = dict(config["rope_parameters"])
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    edit_json(
+        path,
+        rope_parameters=None,
+        dtype=None,
+        layer_types=None,
+        rope_theta=theta,
+        torch_dtype=config["dtype"],
+        transformers_version="4.40.0",
+    )
+    if kind != "default":
+        edit_json(path, rope_scaling={rope_type_key: kind, **rope})
+    return target
+
+
+def copy_with_eos(source: Path, target: Path, eos_token_id: int | list[int]) -> Path:
+    """The same checkpoint with other end-of-text tokens, in both configs."""
+    shutil.copytree(source, target)
+    edit_json(target / "config.json", eos_token_id=eos_token_id)
+    if (target / "generation_config.json").exists():
+        edit_json(target / "generation_config.json", eos_token_id=eos_token_id)
+    return target
+
+
+class CheckpointStore:
+    """Checkpoints made on first use, once a session."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def get(self, name: str, seed: int = 0, dtype: str = "float32") -> Path:
+        folder = self.root / f"{name}-{seed}-{dtype}"
+        if not folder.exists():
+            save_checkpoint(folder, name, seed, dtype)
+        return folder
+
+    def scratch(self, label: str) -> Path:
+        """A path that does not exist yet, for a changed copy."""
+        number = len(list(self.root.iterdir()))
+        return self.root / f"scratch-{number}-{label}"

@@ -1,0 +1,63 @@
+"""Engines and references."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import CheckpointStore
+from parity.reference import HuggingFace
+
+from stoop import LLM
+from stoop.worker.device import prepare_device
+
+MakeEngine = Callable[..., LLM]
+
+
+class ReferenceStore:
+    """Hugging Face models, each loaded once, with their remembered answers."""
+
+    def __init__(self, checkpoints: CheckpointStore) -> None:
+        self.checkpoints = checkpoints
+        self._models: dict[tuple[str, int, str], HuggingFace] = {}
+
+    def get(self, name: str, seed: int = 0, dtype: str = "float32") -> HuggingFace:
+        key = (name, seed, dtype)
+        if key not in self._models:
+            self._models[key] = HuggingFace(self.checkpoints.get(*key), dtype)
+        return self._models[key]
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: CheckpointStore) -> ReferenceStore:
+    return ReferenceStore(checkpoints)
+
+
+@pytest.fixture(scope="session")
+def make_engine(checkpoints: CheckpointStore) -> MakeEngine:
+    """A new engine, so that its counters start at zero; a tiny one takes 20 ms."""
+
+    def make(
+        model: str | Path, *, seed: int = 0, dtype: str = "float32", **options: Any
+    ) -> LLM:
+        folder = model if isinstance(model, Path) else checkpoints.get(model, seed, dtype)
+        return LLM(str(folder), device="cpu", dtype=dtype, skip_tokenizer_init=True, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _safe_half_precision() -> None:
+    """transformers runs half precision too, before any engine has made it safe."""
+    prepare_device("cpu", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny matrices lose more by threads than they gain; the real model does not."""
+    before = torch.get_num_threads()
+    if request.node.get_closest_marker("model") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

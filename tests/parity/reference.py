@@ -1,0 +1,146 @@
+"""What Hugging Face transformers answers, and how an engine's answer is held against it."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from fakes import VOCAB_SIZE
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stoop import LLM, SamplingParams
+from stoop.core.outputs import RequestOutput
+
+# A difference is rounding if the reference's own best two logits lie closer than this.
+# transformers normalises in float32 whatever the model's dtype: float64 logits agree to about 1e-6.
+TIE_GAPS = {"float64": 1e-5, "float32": 1e-3}
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    """Random ids, of which none is said to be padding."""
+    draw = random.Random(7919 * seed + length)
+    return [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A greedy continuation with the logits that it was chosen from."""
+
+    prompt: tuple[int, ...]
+    token_ids: list[int]
+    logits: Tensor  # [len(prompt) + len(token_ids), vocab]: of each position's next token
+
+    @cached_property
+    def gaps(self) -> list[float]:
+        """The best logit less the second best, by step."""
+        best = self.step_logits.topk(2, dim=1).values
+        return (best[:, 0] - best[:, 1]).tolist()
+
+    @property
+    def step_logits(self) -> Tensor:
+        """[len(token_ids), vocab]: what each generated token was chosen from."""
+        return self.logits[len(self.prompt) - 1 : -1]
+
+    @property
+    def logprobs(self) -> Tensor:
+        return self.logits.log_softmax(dim=1)
+
+
+class HuggingFace:
+    """One model in eager attention; answers are remembered."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+        self._answers: dict[tuple[int, ...], Reference] = {}
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> Reference:
+        """The first `num_tokens` greedy ids, whatever the end-of-text token."""
+        key = tuple(prompt)
+        known = self._answers.get(key)
+        if known is None or len(known.token_ids) < num_tokens:
+            known = self._answers[key] = self._run(key, num_tokens)
+        cut = len(known.token_ids) - num_tokens
+        return known if not cut else Reference(key, known.token_ids[:-cut], known.logits[:-cut])
+
+    @torch.inference_mode()
+    def _run(self, prompt: tuple[int, ...], num_tokens: int) -> Reference:
+        token_ids: list[int] = []
+        new, past = torch.tensor([prompt]), None
+        for _ in range(num_tokens):
+            out = self.model(new, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            new = out.logits[:, -1].argmax(dim=1, keepdim=True)
+            token_ids.append(int(new))
+        return Reference(prompt, token_ids, self.forward([*prompt, *token_ids]))
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int]) -> Tensor:
+        """[tokens, vocab] logits of one pass without a cache, in float32 or better."""
+        logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """transformers' own loop, which stops at the checkpoint's end-of-text tokens."""
+        ids = torch.tensor([list(prompt)])
+        out = self.model.generate(
+            ids,
+            # Without a mask it would be guessed from the padding token, if the prompt has it.
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+        )
+        return out[0, len(prompt) :].tolist()
+
+
+def first_difference(found: Sequence[int], wanted: Sequence[int]) -> int | None:
+    """The first step at which two answers part; a missing token is a difference."""
+    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=False)):
+        if ours != theirs:
+            return step
+    return None if len(found) == len(wanted) else min(len(found), len(wanted))
+
+
+def mismatch(found: Sequence[int], reference: Reference, tie_gap: float) -> str | None:
+    """Why an answer is wrong; None if it equals the reference or parts from it at a tie."""
+    step = first_difference(found, reference.token_ids)
+    if step is None:
+        return None
+    if len(found) != len(reference.token_ids):
+        return f"{len(found)} tokens where {len(reference.token_ids)} were due"
+    gap = reference.gaps[step]
+    if gap < tie_gap:
+        return None
+    return (
+        f"prompt of {len(reference.prompt)}: step {step} gives {found[step]} where "
+        f"{reference.token_ids[step]} leads by {gap:.2e}"
+    )
+
+
+def mismatches(
+    answers: Sequence[Sequence[int]], references: Sequence[Reference], tie_gap: float
+) -> list[str]:
+    found = [
+        mismatch(answer, reference, tie_gap)
+        for answer, reference in zip(answers, references, strict=True)
+    ]
+    return [reason for reason in found if reason is not None]
+
+
+def greedy_params(max_tokens: int | None, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | changes)
+
+
+def answer_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run_greedy(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """All at once, end-of-text ignored."""
+    return answer_ids(llm.generate(list(prompts), greedy_params(max_tokens), use_tqdm=False))

@@ -1,0 +1,704 @@
+"""The scheduler against a worker that only keeps books.
+
+The worker follows a plan as the real one does (slot state, block tables, token history) but in
+place of keys and values it records, for each place of each block, which text was written there.
+So a wrong, shared, stale or lost block shows in the step that reads it.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from helpers import make_rules
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.core.request import Request, RequestStatus
+from stoop.core.step import Admission, PlannedRow, RowResult, StepPlan, StepResult
+from stoop.scheduler import prefix_cache as prefix_cache_module
+from stoop.scheduler.block_pool import NULL_BLOCK, BlockPool
+from stoop.scheduler.prefix_cache import PrefixCache
+from stoop.scheduler.scheduler import Scheduler, _Draft
+
+VOCAB = 6
+STOP = 0
+_PRIME = 2**61 - 1
+
+
+def text_key(before: int, token: int) -> int:
+    """Names a whole text: the key of all but its last token, and that token."""
+    return (before * 1_000_003 + token + 1) % _PRIME
+
+
+def text_keys(tokens: list[int]) -> list[int]:
+    keys, key = [], 1
+    for token in tokens:
+        key = text_key(key, token)
+        keys.append(key)
+    return keys
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: any text has exactly one continuation."""
+    return random.Random(text_keys(tokens)[-1]).randrange(VOCAB)
+
+
+def undisturbed(request: Request, max_model_len: int) -> list[int]:
+    """What a request must answer, whatever else goes on."""
+    tokens = list(request.prompt_token_ids)
+    rules = request.rules
+    while True:
+        tokens.append(next_token(tokens))
+        num_output = len(tokens) - request.num_prompt_tokens
+        stopped = tokens[-1] in rules.stop_ids and num_output > rules.params.min_tokens
+        if stopped or num_output >= rules.max_tokens or len(tokens) >= max_model_len:
+            return tokens[request.num_prompt_tokens :]
+
+
+class BookkeepingWorker:
+    """Slot state as in `stoop.batch`, inputs as in `stoop.ops.inputs`, texts in place of KV."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = [[-1] * max_model_len for _ in range(num_slots)]
+        self.num_tokens = [0] * num_slots
+        self.num_computed = [0] * num_slots
+        self.block_table = [[NULL_BLOCK] * max_blocks for _ in range(num_slots)]
+        self.written: dict[tuple[int, int], tuple[int, int]] = {}  # place -> (text, token)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._stage(plan)
+        self._write_all(plan)
+        for row in plan.rows:  # a layer stores every row's KV before it attends to any
+            self._check_reads(row)
+        return StepResult(plan.index, [self._answer(row) for row in plan.rows])
+
+    def _stage(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self._admit(admission)
+        for append in plan.block_appends:
+            row = self.block_table[append.slot]
+            stop = append.start + len(append.block_ids)
+            assert stop <= len(row), "a block append overruns its row"
+            row[append.start : stop] = append.block_ids
+
+    def _admit(self, admission: Admission) -> None:
+        slot, tokens = admission.slot, admission.token_ids
+        assert len(tokens) < len(self.token_ids[slot]), "no room for an answer"
+        self.token_ids[slot][: len(tokens)] = tokens
+        self.num_tokens[slot] = len(tokens)
+        self.num_computed[slot] = admission.num_computed
+
+    def _text(self, slot: int) -> list[int]:
+        return self.token_ids[slot][: self.num_tokens[slot]]
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        block = self.block_table[slot][position // self.block_size]
+        return block, position % self.block_size
+
+    def _write_all(self, plan: StepPlan) -> None:
+        places: set[tuple[int, int]] = set()
+        for row in plan.rows:
+            start = self.num_computed[row.slot]
+            assert row.num_computed == start, "host and device disagree on what is computed"
+            assert row.seq_len <= self.num_tokens[row.slot], "a row computes unknown tokens"
+            text = self._text(row.slot)
+            keys = text_keys(text)
+            for position in range(start, start + row.num_tokens):
+                place = self._place(row.slot, position)
+                assert place[0] != NULL_BLOCK, "a live row writes the null block"
+                assert place not in places, "two rows write one place"
+                places.add(place)
+                self.written[place] = (keys[position], text[position])
+
+    def _check_reads(self, row: PlannedRow) -> None:
+        keys = text_keys(self._text(row.slot))
+        for position in range(row.seq_len):
+            found = self.written.get(self._place(row.slot, position))
+            assert found is not None, f"{row.request_id} reads KV that nobody wrote"
+            assert found[0] == keys[position], f"{row.request_id} reads another text's KV"
+
+    def _answer(self, row: PlannedRow) -> RowResult:
+        slot = row.slot
+        self.num_computed[slot] += row.num_tokens
+        samples = self.num_computed[slot] == self.num_tokens[slot]
+        assert samples == row.samples, "host and device disagree on who samples"
+        if not samples:
+            return RowResult(row.request_id, row.epoch, [])
+        token = next_token(self._text(slot))
+        self.token_ids[slot][self.num_tokens[slot]] = token
+        self.num_tokens[slot] += 1
+        return RowResult(row.request_id, row.epoch, [token])
+
+
+@dataclass(frozen=True)
+class World:
+    """A configuration to run in."""
+
+    block_size: int = 4
+    num_blocks: int = 9
+    max_model_len: int = 24
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 24
+    chunked: bool = True
+    prefix_caching: bool = True
+    depth: int = 1  # steps that may be under way before the first one's result is taken in
+
+    @staticmethod
+    def draw(rng: random.Random) -> "World":
+        block_size = rng.choice((1, 2, 4))
+        max_model_len = rng.randint(12, 28)
+        chunked = rng.random() < 0.7
+        max_num_seqs = rng.randint(1, 5)
+        least = -(-max_model_len // block_size)
+        tokens = rng.randint(max_num_seqs, 20) if chunked else max_model_len + rng.randint(0, 8)
+        return World(
+            block_size=block_size,
+            num_blocks=1 + least + rng.choice((0, 0, 1, 2, least)),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=tokens,
+            chunked=chunked,
+            prefix_caching=rng.random() < 0.7,
+            depth=rng.choice((1, 1, 2, 3)),
+        )
+
+
+class Simulation:
+    """Scheduler, worker and every invariant that must hold between them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        config = ScheduleConfig(
+            world.max_model_len, world.max_num_seqs, world.max_num_batched_tokens, world.chunked
+        )
+        cache = CacheConfig(
+            block_size=world.block_size, enable_prefix_caching=world.prefix_caching
+        )
+        self.scheduler = Scheduler(config, cache, world.num_blocks)
+        self.worker = BookkeepingWorker(world.max_num_seqs, world.max_model_len, world.block_size)
+        self.in_flight: deque[StepResult] = deque()
+        self.requests: list[Request] = []
+        self.num_steps = 0
+
+    # ---- what may happen ----
+
+    def add(self, prompt: list[int], max_tokens: int, priority: int, min_tokens: int = 0) -> None:
+        from stoop.core.sampling_params import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=None, min_tokens=min_tokens)
+        rules = make_rules(max_tokens, params, stop_ids=(STOP,))
+        request = Request(f"r{len(self.requests)}", tuple(prompt), rules, priority)
+        self.scheduler.add(request)
+        self.requests.append(request)
+
+    def abort(self, choice: int) -> None:
+        live = [r for r in self.requests if not r.finished]
+        if live:
+            request = live[choice % len(live)]
+            assert self.scheduler.abort(request.request_id) is request
+            self._check_books()
+
+    def launch(self) -> None:
+        before = self._snapshot()
+        plan = self.scheduler.schedule()
+        self.num_steps += 1
+        self._check_plan(plan, before)
+        self._check_books()
+        self.in_flight.append(self.worker.execute(plan))
+
+    def land(self) -> None:
+        live = self.scheduler.update(self.in_flight.popleft())
+        for request, _ in live:
+            assert request.request_id in {r.request_id for r in self.requests}
+        self._check_books()
+        self._check_answers()
+        if not self.in_flight:
+            self._check_cache()
+
+    def advance(self) -> None:
+        """Keep as many steps under way as the world allows."""
+        if self.scheduler.has_work and len(self.in_flight) < self.world.depth:
+            self.launch()
+        if len(self.in_flight) == self.world.depth or not self.scheduler.has_work:
+            while self.in_flight:
+                self.land()
+                if self.scheduler.has_work:
+                    break
+
+    def drain(self) -> None:
+        """No more arrivals: everybody finishes in a bounded number of steps."""
+        num_open = sum(not r.finished for r in self.requests)
+        bound = self.num_steps + self.world.depth * (num_open + 1) * 2 * self.world.max_model_len
+        while self.scheduler.has_work or self.in_flight:
+            assert self.num_steps <= bound, "somebody starves"
+            self.advance()
+        self.scheduler.check_idle()
+        assert all(request.finished for request in self.requests)
+
+    # ---- what must hold ----
+
+    def _snapshot(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        return {
+            "waiting": list(scheduler.waiting),
+            "running": list(scheduler.running),
+            "todo": {r: r.num_tokens - r.num_computed for r in scheduler.running},
+        }
+
+    def _check_plan(self, plan: StepPlan, before: dict[str, Any]) -> None:
+        world, scheduler = self.world, self.scheduler
+        rows = {row.request_id: row for row in plan.rows}
+        assert plan.num_tokens <= world.max_num_batched_tokens, "over the token budget"
+        assert len(plan.rows) <= world.max_num_seqs
+        assert len(rows) == len(plan.rows), "a request has two rows"
+        assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot is used twice"
+        assert all(row.num_tokens >= 1 for row in plan.rows), "a row computes nothing"
+        lengths = [row.num_tokens for row in plan.rows]
+        assert lengths == sorted(lengths), "decodes do not lead"
+        if not self.in_flight:
+            assert plan.rows, "there is work, yet nothing is scheduled"
+        if not world.chunked:
+            assert all(row.samples for row in plan.rows), "a chunk, with chunking off"
+        self._check_order(plan, before)
+        running = {r.request_id for r in scheduler.running}
+        assert set(rows) <= running
+        self._check_writes(rows)
+
+    def _check_order(self, plan: StepPlan, before: dict[str, Any]) -> None:
+        rows = {row.request_id for row in plan.rows}
+        running = self.scheduler.running
+        preempted = [r for r in before["running"] if r.status is RequestStatus.WAITING]
+        admitted = [r for r in before["waiting"] if r.status is RequestStatus.RUNNING]
+        if preempted:
+            assert not admitted, "an admission in a step that lacked blocks"
+            kept = [r.order for r in running]
+            assert not kept or max(kept) < min(r.order for r in preempted), "not the last went"
+        assert admitted == before["waiting"][: len(admitted)], "somebody jumped the queue"
+        for admission, request in zip(plan.admissions, admitted, strict=True):
+            assert admission.token_ids == request.token_ids
+            assert admission.slot == request.slot
+        for first in before["running"][:1]:
+            if before["todo"][first]:  # else its result is still under way
+                assert first.request_id in rows, "the first in order makes no progress"
+
+    def _check_writes(self, rows: dict[str, PlannedRow]) -> None:
+        """A block that a row writes is its own, not shared and not offered to others."""
+        scheduler, size = self.scheduler, self.world.block_size
+        for request in scheduler.running:
+            row = rows.get(request.request_id)
+            if row is None:
+                continue
+            assert len(request.block_ids) * size >= row.seq_len, "too few blocks"
+            for block in request.block_ids[row.num_computed // size :]:
+                assert scheduler.pool.refs(block) == 1, "a block with two holders is written"
+                assert block not in scheduler.pool._cached, "a cached block is written"
+
+    def _check_books(self) -> None:
+        scheduler = self.scheduler
+        scheduler.pool.check()
+        holders = Counter(b for r in scheduler.running for b in r.block_ids)
+        assert NULL_BLOCK not in holders, "the null block was handed out"
+        for block in range(1, self.world.num_blocks):
+            assert scheduler.pool.refs(block) == holders[block], f"block {block} leaks"
+        slots = [r.slot for r in scheduler.running] + scheduler._free_slots
+        assert sorted(slots) == list(range(self.world.max_num_seqs)), "slots leak"
+        for queue in (scheduler.waiting, scheduler.running):
+            assert [r.order for r in queue] == sorted(r.order for r in queue)
+        for request in scheduler.waiting:
+            assert request.slot == -1 and not request.block_ids
+        for request in scheduler.running:
+            assert len(set(request.block_ids)) == len(request.block_ids)
+
+    def _check_answers(self) -> None:
+        for request in self.requests:
+            expected = undisturbed(request, self.world.max_model_len)
+            found = request.output_token_ids
+            assert found == expected[: len(found)], f"{request.request_id} answers wrong"
+            if request.finished and request.finish_reason != "abort":
+                assert found == expected, f"{request.request_id} ended early"
+
+    def _check_cache(self) -> None:
+        """Every cached block holds the tokens that its entry names."""
+        for entry in self.scheduler.prefix_cache._entries.values():
+            for offset, token in enumerate(entry.tokens):
+                found = self.worker.written.get((entry.block, offset))
+                assert found is not None and found[1] == token, "a cached block holds other tokens"
+
+
+class Traffic:
+    """Random arrivals, aborts and steps."""
+
+    def __init__(self, seed: int, world: World | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.sim = Simulation(world or World.draw(self.rng))
+        self.prefixes = [self._tokens(self.sim.world.max_model_len) for _ in range(3)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(1, VOCAB) for _ in range(count)]
+
+    def _arrive(self) -> None:
+        rng, world = self.rng, self.sim.world
+        length = rng.randint(1, world.max_model_len - 1)
+        shared = rng.randint(0, length) if rng.random() < 0.7 else 0
+        prompt = rng.choice(self.prefixes)[:shared] + self._tokens(length - shared)
+        # Also what somebody else has generated, as a second turn of a conversation.
+        if self.sim.requests and rng.random() < 0.3:
+            prompt = rng.choice(self.sim.requests).token_ids[: world.max_model_len - 1]
+        self.sim.add(prompt, rng.randint(1, 16), rng.choice((0, 0, 0, 1, -1)), rng.choice((0, 3)))
+
+    def run(self, num_events: int) -> Simulation:
+        busy = self.rng.uniform(0.05, 0.6)
+        for _ in range(num_events):
+            if self.rng.random() < busy:
+                self._arrive()
+            if self.rng.random() < 0.06:
+                self.sim.abort(self.rng.randrange(100))
+            self.sim.advance()
+        self.sim.drain()
+        return self.sim
+
+
+def run_traffic(seeds: range, world: World | None = None, num_events: int = 60) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        sim = Traffic(seed, world).run(num_events)
+        stats = sim.scheduler.stats
+        totals["steps"] += sim.num_steps
+        totals["preemptions"] += stats.num_preemptions
+        totals["hits"] += sim.scheduler.prefix_cache.num_hit_tokens
+        totals["aborts"] += sum(r.finish_reason == "abort" for r in sim.requests)
+        totals["stops"] += sum(r.finish_reason == "stop" for r in sim.requests)
+    return totals
+
+
+# ---- the scheduler itself ----
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_traffic_keeps_every_invariant(chunk: int) -> None:
+    totals = run_traffic(range(chunk * 25, chunk * 25 + 25))
+    # The traffic must reach what it is meant to test.
+    assert totals["steps"] > 1000
+    assert min(totals[k] for k in ("preemptions", "hits", "aborts", "stops")) > 20, totals
+
+
+TIGHT = World(block_size=2, num_blocks=13, max_model_len=24, max_num_batched_tokens=8)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_tight_pool_preempts_and_still_answers_right(depth: int, prefix_caching: bool) -> None:
+    world = World(**(vars(TIGHT) | {"depth": depth, "prefix_caching": prefix_caching}))
+    assert run_traffic(range(6), world)["preemptions"] > 10
+
+
+def test_unchunked_traffic() -> None:
+    world = World(**(vars(TIGHT) | {"chunked": False, "max_num_batched_tokens": 24}))
+    assert run_traffic(range(10), world)["preemptions"] > 10
+
+
+def test_colliding_digests_never_hand_out_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache_module, "block_digest", lambda parent, tokens: b"same")
+    run_traffic(range(10), World(block_size=2, num_blocks=20))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="PrefixCache._find compares the parent's digest, not the parent's text: see the report",
+)
+def test_partly_colliding_digests_never_hand_out_another_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        prefix_cache_module, "block_digest", lambda parent, tokens: parent + b"deeper"
+    )
+    run_traffic(range(10), World(block_size=2, num_blocks=20))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same world, with hypothesis choosing (and shrinking) the events."""
+
+    @initialize(
+        num_spare=st.integers(0, 3),
+        budget=st.integers(4, 12),
+        chunked=st.booleans(),
+        caching=st.booleans(),
+    )
+    def begin(self, num_spare: int, budget: int, chunked: bool, caching: bool) -> None:
+        self.sim = Simulation(
+            World(
+                block_size=2,
+                num_blocks=7 + num_spare,
+                max_model_len=12,
+                max_num_seqs=3,
+                max_num_batched_tokens=budget if chunked else 12,
+                chunked=chunked,
+                prefix_caching=caching,
+                depth=2,
+            )
+        )
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=11),
+        max_tokens=st.integers(1, 8),
+        priority=st.integers(0, 1),
+    )
+    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+        self.sim.add(prompt, max_tokens, priority)
+
+    @rule(choice=st.integers(0, 9))
+    def abort(self, choice: int) -> None:
+        self.sim.abort(choice)
+
+    @precondition(lambda self: self.sim.scheduler.has_work and len(self.sim.in_flight) < 2)
+    @rule()
+    def launch(self) -> None:
+        self.sim.launch()
+
+    @precondition(lambda self: self.sim.in_flight)
+    @rule()
+    def land(self) -> None:
+        self.sim.land()
+
+    def teardown(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.drain()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# ---- mutants: bugs put back, which the traffic must notice ----
+
+
+@contextmanager
+def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, make(getattr(owner, name)))
+        yield
+
+
+def allocate_without_evicting(allocate: Any) -> Any:
+    def mutant(self: BlockPool, count: int) -> list[int]:
+        self._cached = set()
+        return allocate(self, count)
+
+    return mutant
+
+
+def share_without_counting(share: Any) -> Any:
+    def mutant(self: BlockPool, blocks: list[int]) -> None:
+        share(self, [b for b in blocks if self._refs[b] == 0])
+
+    return mutant
+
+
+def release_all_but_last(release: Any) -> Any:
+    return lambda self, blocks: release(self, blocks[:-1])
+
+
+def find_by_digest_alone(find: Any) -> Any:
+    return lambda self, request, index: self._entries.get(self._digest(request, index))
+
+
+def match_one_too_many(match: Any) -> Any:
+    def mutant(self: PrefixCache, request: Request) -> list[int]:
+        blocks = match(self, request)
+        entry = None
+        if (len(blocks) + 1) * self.block_size <= request.num_tokens and self.enabled:
+            entry = self._find(request, len(blocks))
+        return blocks + ([entry.block] if entry else [])
+
+    return mutant
+
+
+def match_one_block_unseen(match: Any) -> Any:
+    def mutant(self: PrefixCache, request: Request) -> list[int]:
+        blocks = match(self, request)
+        spare = [e.block for e in self._entries.values() if e.block not in blocks]
+        room = (request.num_tokens - 1) // self.block_size > len(blocks)
+        return blocks + spare[:1] if room else blocks
+
+    return mutant
+
+
+def insert_before_computed(insert: Any) -> Any:
+    def mutant(self: PrefixCache, request: Request) -> None:
+        computed = request.num_computed
+        held = len(request.block_ids) * self.block_size
+        request.num_computed = min(request.num_tokens, held)
+        insert(self, request)
+        request.num_computed = computed
+
+    return mutant
+
+
+def grow_too_little(grow: Any) -> Any:
+    return lambda self, request, num, draft: grow(self, request, max(num - 1, 0), draft)
+
+
+def preempt_without_release(preempt: Any) -> Any:
+    def mutant(self: Scheduler, request: Request) -> None:
+        with patched(BlockPool, "release", lambda release: lambda pool, blocks: None):
+            preempt(self, request)
+
+    return mutant
+
+
+def preempt_the_first(make_room: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, num: int, draft: _Draft) -> bool:
+        while not self._grow(request, num, draft):
+            victim = self.running[0]
+            self._preempt(victim)
+            draft.drop(victim)
+            draft.preempted = True
+            if victim is request:
+                return False
+        return True
+
+    return mutant
+
+
+def keep_rows_of_the_preempted(drop: Any) -> Any:
+    return lambda self, request: None
+
+
+def forget_the_budget(put: Any) -> Any:
+    def mutant(self: _Draft, request: Request, num_tokens: int) -> None:
+        self.num_scheduled[request] = num_tokens
+
+    return mutant
+
+
+def update_without_epochs(update: Any) -> Any:
+    def mutant(self: Scheduler, result: StepResult) -> Any:
+        rows = []
+        for row in result.rows:
+            request = self._requests.get(row.request_id)
+            epoch = row.epoch if request is None else request.epoch
+            rows.append(RowResult(row.request_id, epoch, row.token_ids))
+        return update(self, StepResult(result.index, rows))
+
+    return mutant
+
+
+def finish_without_vacating(vacate: Any) -> Any:
+    def mutant(self: Scheduler, request: Request) -> None:
+        slot = request.slot
+        vacate(self, request)
+        self._free_slots.remove(slot)
+
+    return mutant
+
+
+def vacate_keeps_offers(vacate: Any) -> Any:
+    """A resumed request would think its new blocks offered already, or offer stale ones."""
+
+    def mutant(self: Scheduler, request: Request) -> None:
+        blocks = list(request.block_ids)
+        vacate(self, request)
+        request.block_ids = blocks
+
+    return mutant
+
+
+def appends_one_late(block_appends: Any) -> Any:
+    from stoop.core.step import BlockAppend
+
+    def mutant(draft: _Draft) -> Iterator[BlockAppend]:
+        for append in block_appends(draft):
+            if append.start:
+                append = BlockAppend(append.slot, append.start - 1, append.block_ids)
+            yield append
+
+    return staticmethod(mutant)
+
+
+def appends_lost_for_running(block_appends: Any) -> Any:
+    return staticmethod(lambda draft: [a for a in block_appends(draft) if a.start == 0])
+
+
+def queue_newest_first(add: Any) -> Any:
+    def mutant(self: Scheduler, request: Request) -> None:
+        add(self, request)
+        self.waiting.remove(request)
+        self.waiting.insert(0, request)
+
+    return mutant
+
+
+def chunks_sample_too(row: Any) -> Any:
+    import dataclasses
+
+    return lambda self, request, num: dataclasses.replace(row(self, request, num), samples=True)
+
+
+def resume_without_generated(admission: Any) -> Any:
+    import dataclasses
+
+    def mutant(request: Request) -> Admission:
+        return dataclasses.replace(
+            admission(request), token_ids=list(request.prompt_token_ids)
+        )
+
+    return staticmethod(mutant)
+
+
+MUTANTS = [
+    (BlockPool, "allocate", allocate_without_evicting),
+    (BlockPool, "share", share_without_counting),
+    (BlockPool, "release", release_all_but_last),
+    (PrefixCache, "match", match_one_too_many),
+    (PrefixCache, "match", match_one_block_unseen),
+    (PrefixCache, "insert", insert_before_computed),
+    (Scheduler, "_grow", grow_too_little),
+    (Scheduler, "_preempt", preempt_without_release),
+    (Scheduler, "_make_room", preempt_the_first),
+    (Scheduler, "_vacate", finish_without_vacating),
+    (Scheduler, "_vacate", vacate_keeps_offers),
+    (Scheduler, "_block_appends", appends_one_late),
+    (Scheduler, "_block_appends", appends_lost_for_running),
+    (Scheduler, "update", update_without_epochs),
+    (Scheduler, "add", queue_newest_first),
+    (Scheduler, "_row", chunks_sample_too),
+    (Scheduler, "_admission", resume_without_generated),
+    (_Draft, "drop", keep_rows_of_the_preempted),
+    (_Draft, "put", forget_the_budget),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"), MUTANTS, ids=[mutant.__name__ for *_, mutant in MUTANTS]
+)
+def test_traffic_notices_mutant(owner: Any, name: str, mutant: Any) -> None:
+    # Any other error would show the bug too, but by accident: the checks must find it.
+    with patched(owner, name, mutant), pytest.raises(AssertionError):
+        run_traffic(range(60))
+
+
+def test_traffic_notices_matches_that_ignore_tokens() -> None:
+    def by_depth(_: Any) -> Any:
+        return lambda parent, tokens: parent + b"deeper"
+
+    with (
+        patched(prefix_cache_module, "block_digest", by_depth),
+        patched(PrefixCache, "_find", find_by_digest_alone),
+        pytest.raises(AssertionError, match="another text"),
+    ):
+        run_traffic(range(20))
