@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from stoop.config.schema import ModelSpec
 
+NULL_BLOCK = 0  # padded rows point at it; it is never handed out and never written
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -7,7 +7,7 @@ A free block may still hold a cached prefix; it keeps it until its turn comes to
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-NULL_BLOCK = 0
+from stoop.core.kv_layout import NULL_BLOCK
 
 
 class BlockPool:

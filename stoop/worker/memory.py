@@ -8,19 +8,29 @@ import torch
 
 from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
-from stoop.core.kv_layout import KVLayout
+from stoop.core.kv_layout import NULL_BLOCK, KVLayout
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+# What the KV cache takes of a CPU's memory unless told otherwise.
+CPU_KV_BYTES = 4 * GIB
 
 
 def allocate_kv_caches(config: Config, layout: KVLayout, num_blocks: int) -> list[torch.Tensor]:
-    """One zeroed tensor a layer; the null block stays zero for good."""
+    """One tensor a layer. Only the null block has contents, zeros, and keeps them for good.
+
+    The rest is left as it comes: nothing is read before it is written, and a CPU hands out the
+    pages of such a tensor only when they are used.
+    """
     dtype = getattr(torch, layout.dtype)
     shape = layout.shape(num_blocks)
-    device = config.device.device
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
+    caches = []
+    for _ in range(layout.num_layers):
+        cache = torch.empty(shape, dtype=dtype, device=config.device.device)
+        cache[:, NULL_BLOCK].zero_()
+        caches.append(cache)
+    return caches
 
 
 def count_kv_blocks(config: Config, layout: KVLayout, num_bytes_free: int) -> int:
@@ -34,8 +44,8 @@ def count_kv_blocks(config: Config, layout: KVLayout, num_bytes_free: int) -> in
     else:
         num_blocks = num_bytes_free // layout.block_bytes
         if config.device.device == "cpu":
-            # More than every slot can fill would serve the prefix cache alone: twice is plenty.
-            num_blocks = min(num_blocks, 2 * schedule.max_num_seqs * blocks_per_request + 1)
+            modest = max(CPU_KV_BYTES // layout.block_bytes, blocks_per_request + 1)
+            num_blocks = min(num_blocks, modest)
     if num_blocks - 1 < blocks_per_request:
         held = max(num_blocks - 1, 0) * cache.block_size
         raise ConfigError(

@@ -1,0 +1,172 @@
+"""Offline measurements: every request is there from the start.
+
+Prompts are random token ids, different in every run, so that the prefix cache finds nothing.
+"""
+
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stoop.config.errors import ConfigError
+from stoop.core.sampling_params import SamplingParams
+from stoop.llm import LLM
+
+
+@dataclass(frozen=True)
+class Load:
+    num_requests: int
+    input_len: int
+    output_len: int
+
+
+@dataclass
+class Trace:
+    """When each token of a request came; seconds since its arrival."""
+
+    arrival: float
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0]
+
+    @property
+    def gaps(self) -> list[float]:
+        return list(np.diff(self.times))
+
+
+@dataclass(frozen=True)
+class RunResult:
+    load: Load
+    seconds: float
+    traces: list[Trace]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(trace.times) for trace in self.traces)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class LatencyResult:
+    load: Load
+    runs: list[RunResult]
+    peer_tokens_per_s: list[float]  # transformers, in the same runs
+    weight_bytes: int  # read once a step
+    dtype: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.median(run.tokens_per_s for run in self.runs)
+
+    @property
+    def peer(self) -> float | None:
+        return statistics.median(self.peer_tokens_per_s) if self.peer_tokens_per_s else None
+
+
+def measure_throughput(llm: LLM, load: Load) -> RunResult:
+    _check_room(llm, load)
+    run(llm, Load(min(2, load.num_requests), load.input_len, 4))  # warm-up
+    return run(llm, load)
+
+
+def measure_latency(
+    llm: LLM, loads: list[Load], repeat: int, with_transformers: bool
+) -> list[LatencyResult]:
+    """Rounds alternate between engines, so that a slow spell of the machine meets both."""
+    peer = TransformersPeer(llm) if with_transformers else None
+    config = llm.config
+    weight_bytes = sum(p.numel() * p.element_size() for p in llm.engine.runner.model.parameters())
+    results = []
+    for load in loads:
+        _check_room(llm, load)
+        runs, peer_speeds = [], []
+        run(llm, Load(load.num_requests, load.input_len, 4))
+        if peer:
+            peer.run(Load(load.num_requests, load.input_len, 4))
+        for _ in range(repeat):
+            runs.append(run(llm, load))
+            if peer:
+                peer_speeds.append(peer.run(load))
+        results.append(LatencyResult(load, runs, peer_speeds, weight_bytes, config.device.dtype))
+    return results
+
+
+def run(llm: LLM, load: Load) -> RunResult:
+    """Generate for all requests at once, noting when each token came."""
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=load.output_len, ignore_eos=True)
+    traces: dict[str, Trace] = {}
+    started = time.perf_counter()
+    for index, prompt in enumerate(random_prompts(llm, load)):
+        request_id = f"bench-{index}"
+        engine.add_request(request_id, prompt, params)
+        traces[request_id] = Trace(started)
+    while engine.has_work:
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            trace = traces[output.request_id]
+            new = len(output.outputs[0].token_ids) - len(trace.times)
+            trace.times += [now - trace.arrival] * new
+    return RunResult(load, time.perf_counter() - started, list(traces.values()))
+
+
+def random_prompts(llm: LLM, load: Load) -> list[list[int]]:
+    source = random.Random(time.perf_counter_ns())
+    vocab_size = llm.config.model.vocab_size
+    return [
+        [source.randrange(vocab_size) for _ in range(load.input_len)]
+        for _ in range(load.num_requests)
+    ]
+
+
+def _check_room(llm: LLM, load: Load) -> None:
+    limit = llm.config.schedule.max_model_len
+    if load.input_len + load.output_len > limit:
+        raise ConfigError(
+            f"{load.input_len} prompt tokens and {load.output_len} of answer are more than "
+            f"max_model_len={limit}: lower one or raise it"
+        )
+
+
+class TransformersPeer:
+    """Hugging Face `generate` on the same checkpoint, device and dtype."""
+
+    def __init__(self, llm: LLM) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        config = llm.config
+        if config.load.dummy:
+            raise ConfigError("--peer transformers needs real weights: leave load_format at auto")
+        self.llm = llm
+        self.torch: Any = torch
+        dtype = getattr(torch, config.device.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(config.load.folder, dtype=dtype)
+        self.model = model.to(config.device.device)
+
+    def run(self, load: Load) -> float:
+        """Tokens a second."""
+        ids = self.torch.tensor(random_prompts(self.llm, load), device=self.model.device)
+        started = time.perf_counter()
+        with self.torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=self.torch.ones_like(ids),
+                max_new_tokens=load.output_len,
+                min_new_tokens=load.output_len,
+                do_sample=False,
+            )
+            num_tokens = (out.shape[1] - load.input_len) * load.num_requests
+            out.tolist()  # wait for the device
+        return num_tokens / (time.perf_counter() - started)

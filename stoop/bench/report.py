@@ -1,0 +1,128 @@
+"""Results as a table for people and a JSON line for programs."""
+
+import json
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from stoop.bench.offline import LatencyResult, RunResult, Trace
+
+PERCENTILES = (50, 90, 99)
+
+
+def print_throughput(result: RunResult) -> None:
+    summary = _times(result.traces)
+    load = result.load
+    table = Table(title=f"throughput: {load.num_requests} requests at once")
+    for column in ("measure", *(f"p{p}" for p in PERCENTILES)):
+        table.add_column(column, justify="right")
+    _add_times(table, summary)
+    console = Console()
+    console.print(table)
+    num_all = result.num_tokens + load.num_requests * load.input_len
+    console.print(
+        f"{result.num_tokens} tokens in {result.seconds:.2f} s: "
+        f"[bold]{result.tokens_per_s:.1f} tokens/s[/bold] "
+        f"({num_all / result.seconds:.1f} with the prompts)"
+    )
+    _print_json(
+        {
+            "bench": "throughput",
+            "num_requests": load.num_requests,
+            "input_len": load.input_len,
+            "output_len": load.output_len,
+            "seconds": result.seconds,
+            "tokens_per_s": result.tokens_per_s,
+            "total_tokens_per_s": num_all / result.seconds,
+            **summary,
+        }
+    )
+
+
+def print_latency(results: list[LatencyResult]) -> None:
+    columns = ["batch", "tokens/s", "of batch 1", "TTFT p50", "between p50", "p99", "weights read"]
+    with_peer = results[0].peer is not None
+    if with_peer:
+        columns += ["transformers", "ratio"]
+    first = results[0].load
+    title = f"latency: {first.input_len} prompt and {first.output_len} answer tokens, "
+    table = Table(title=title + results[0].dtype)
+    for column in columns:
+        table.add_column(column, justify="right")
+    records = []
+    single = next((r.tokens_per_s for r in results if r.load.num_requests == 1), None)
+    for result in results:
+        record = _latency_record(result, single)
+        records.append(record)
+        scaling = record["speedup_over_batch_1"]
+        cells = [
+            str(record["batch_size"]),
+            f"{record['tokens_per_s']:.1f}",
+            f"{scaling:.2f}x" if scaling else "",
+            f"{record['ttft_ms']['p50']:.1f} ms",
+            f"{record['itl_ms']['p50']:.1f} ms",
+            f"{record['itl_ms']['p99']:.1f} ms",
+            f"{record['weight_gb_per_s']:.1f} GB/s",
+        ]
+        if with_peer:
+            cells += [f"{record['transformers_tokens_per_s']:.1f}", f"{record['ratio']:.2f}x"]
+        table.add_row(*cells)
+    Console().print(table)
+    _print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
+
+
+def _latency_record(result: LatencyResult, single: float | None) -> dict[str, Any]:
+    traces = [trace for run in result.runs for trace in run.traces]
+    times = _times(traces)
+    record = {
+        "batch_size": result.load.num_requests,
+        "input_len": result.load.input_len,
+        "output_len": result.load.output_len,
+        "runs": len(result.runs),
+        "tokens_per_s": result.tokens_per_s,
+        "speedup_over_batch_1": result.tokens_per_s / single if single else None,
+        # Every step reads the weights once: the rate that this alone takes.
+        "weight_gb_per_s": result.weight_bytes / times["itl_ms"]["p50"] / 1e6,
+        **times,
+    }
+    if result.peer is not None:
+        record["transformers_tokens_per_s"] = result.peer
+        record["ratio"] = result.tokens_per_s / result.peer
+    return record
+
+
+def _times(traces: list[Trace]) -> dict[str, dict[str, float]]:
+    """Milliseconds to the first token, between tokens, and to the last."""
+    return {
+        "ttft_ms": _percentiles([trace.ttft for trace in traces]),
+        "itl_ms": _percentiles([gap for trace in traces for gap in trace.gaps]),
+        "e2e_ms": _percentiles([trace.times[-1] for trace in traces]),
+    }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    values = np.percentile(np.array(seconds) * 1000, PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
+
+
+def _add_times(table: Table, times: dict[str, dict[str, float]]) -> None:
+    names = {
+        "ttft_ms": "time to first token",
+        "itl_ms": "between tokens",
+        "e2e_ms": "to the last token",
+    }
+    for key, name in names.items():
+        table.add_row(name, *(f"{value:.1f} ms" for value in times[key].values()))
+
+
+def _print_json(record: dict[str, Any]) -> None:
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.5g}")
+        if isinstance(value, dict):
+            return {key: rounded(entry) for key, entry in value.items()}
+        return [rounded(entry) for entry in value] if isinstance(value, list) else value
+
+    print(json.dumps(rounded(record)))

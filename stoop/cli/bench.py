@@ -1,0 +1,73 @@
+"""`stoop bench`: speed, as a table and as a JSON line."""
+
+from typing import Annotated, Any
+
+import typer
+
+from stoop.cli.options import engine_flags
+from stoop.cli.start import start_llm
+from stoop.config.errors import ConfigError
+
+bench = typer.Typer(
+    help="Measure speed. The last line of the output is JSON.", no_args_is_help=True
+)
+
+Model = Annotated[str, typer.Argument(help="an embedded name, a folder, a GGUF file or a hub id")]
+InputLen = Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens of a request")]
+OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens of a request")]
+
+
+@bench.command()
+@engine_flags
+def throughput(
+    model: Model = "smollm2-135m",
+    num_prompts: Annotated[int, typer.Option(min=1, help="requests in all")] = 16,
+    input_len: InputLen = 64,
+    output_len: OutputLen = 64,
+    engine: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """All requests at once, as many running together as max_num_seqs allows."""
+    from stoop.bench.offline import Load, measure_throughput
+    from stoop.bench.report import print_throughput
+
+    llm = start_llm(model, engine)
+    print_throughput(measure_throughput(llm, Load(num_prompts, input_len, output_len)))
+
+
+@bench.command()
+@engine_flags
+def latency(
+    model: Model = "smollm2-135m",
+    batch_size: Annotated[
+        str, typer.Option(help="requests at a time; several sizes as 1,8")
+    ] = "1,8",
+    input_len: InputLen = 40,
+    output_len: OutputLen = 64,
+    repeat: Annotated[int, typer.Option(min=1, help="runs of each size")] = 3,
+    peer: Annotated[
+        str | None,
+        typer.Option(help="transformers: measure its generate in the same run and dtype"),
+    ] = None,
+    engine: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """Fixed batches from prompt to last token: time to first token, between tokens, tokens/s."""
+    from stoop.bench.offline import Load, measure_latency
+    from stoop.bench.report import print_latency
+
+    sizes = _sizes(batch_size)
+    if peer not in (None, "transformers"):
+        raise ConfigError(f"--peer {peer}: transformers is the only one")
+    llm = start_llm(model, {**engine, "max_num_seqs": engine["max_num_seqs"] or max(sizes)})
+    loads = [Load(size, input_len, output_len) for size in sizes]
+    results = measure_latency(llm, loads, repeat, with_transformers=peer is not None)
+    print_latency(results)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"--batch-size {text}: use numbers of at least 1, such as 1,8")
+    return sizes

@@ -1,0 +1,110 @@
+"""`stoop chat`: a conversation that streams as it is generated."""
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from stoop.cli.options import engine_flags, sampling_flags
+from stoop.cli.start import start_llm
+from stoop.config.errors import RequestError
+from stoop.core.sampling_params import SamplingParams
+
+HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D leaves."
+
+
+@engine_flags
+@sampling_flags(temperature=0.7, top_p=0.95, max_tokens=512)
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="an embedded name, a folder, a GGUF file or a hub id")
+    ] = "smollm2-135m",
+    system: Annotated[
+        str | None, typer.Option("--system", help="system prompt; default: the template's own")
+    ] = None,
+    engine: dict[str, Any] = {},  # noqa: B006
+    sampling: SamplingParams = SamplingParams(),
+) -> None:
+    """Talk with a model. Answers stream; Ctrl-C stops the answer, not the program."""
+    if sampling.n != 1:
+        raise RequestError("a chat has one answer a turn: leave out -n")
+    if sampling.seed is None:
+        engine = {**engine, "seed": time.time_ns() % 2**31}  # a new conversation every time
+    llm = start_llm(model, engine)
+    llm.get_tokenizer().render_chat([{"role": "user", "content": "?"}])  # refuse early
+    print(HELP, file=sys.stderr)
+    conversation = Conversation(llm, system, sampling)
+    while (line := _read_line()) is not None:
+        command = line.strip()
+        if command in ("/exit", "/quit"):
+            return
+        if command == "/reset":
+            conversation.reset()
+        elif command.startswith("/"):
+            print(HELP, file=sys.stderr)
+        elif command:
+            conversation.answer(line)
+
+
+def _read_line() -> str | None:
+    """A line of input; None at its end. Ctrl-C at the prompt clears the line."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            return input(prompt)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+
+
+class Conversation:
+    def __init__(self, llm: Any, system: str | None, sampling: SamplingParams) -> None:
+        self.llm = llm
+        self.sampling = sampling
+        self.opening = [{"role": "system", "content": system}] if system else []
+        self.turns: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        self.turns = []
+
+    def answer(self, text: str) -> None:
+        """Stream one answer and remember it, or what Ctrl-C left of it."""
+        self.turns.append({"role": "user", "content": text})
+        try:
+            prompt_ids = self._prompt_ids()
+        except RequestError as error:
+            self.turns.pop()
+            print(f"error: {error}", file=sys.stderr)
+            return
+        shown, num_tokens, started = "", 0, time.perf_counter()
+        stream = self.llm.stream(prompt_ids, self.sampling)
+        try:
+            for output in stream:
+                answer = output.outputs[0]
+                print(answer.text[len(shown) :], end="", flush=True)
+                shown, num_tokens = answer.text, len(answer.token_ids)
+        except KeyboardInterrupt:
+            stream.close()
+            print(" [stopped]", end="")
+        print(flush=True)
+        seconds = time.perf_counter() - started
+        print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
+        self.turns.append({"role": "assistant", "content": shown})
+
+    def _prompt_ids(self) -> list[int]:
+        """The conversation's tokens; the oldest turns go when there is no room for an answer."""
+        tokenizer = self.llm.get_tokenizer()
+        limit = self.llm.config.schedule.max_model_len
+        room = min(self.sampling.max_tokens or 1, limit // 4)
+        while True:
+            ids: list[int] = tokenizer.encode_chat(self.opening + self.turns)
+            if len(ids) + room < limit:
+                return ids
+            if len(self.turns) == 1:
+                raise RequestError(
+                    f"the message has {len(ids)} tokens and the model takes {limit}: shorten it"
+                )
+            del self.turns[: min(2, len(self.turns) - 1)]
+            print("[the oldest turn was dropped to make room]", file=sys.stderr)

@@ -1,0 +1,113 @@
+"""`stoop generate`: prompts in, answers and speed out."""
+
+import dataclasses
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from stoop.cli.options import engine_flags, sampling_flags
+from stoop.cli.start import start_llm
+from stoop.config.errors import RequestError
+from stoop.core.outputs import RequestOutput
+from stoop.core.sampling_params import SamplingParams
+
+
+@engine_flags
+@sampling_flags(temperature=0.0, max_tokens=128)
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="an embedded name, a folder, a GGUF file or a hub id")
+    ] = "smollm2-135m",
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="may be repeated; - reads standard input")
+    ] = [],  # noqa: B006
+    chat: Annotated[
+        bool, typer.Option("--chat", help="put the prompt through the model's chat template")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object a prompt, then one of metrics")
+    ] = False,
+    engine: dict[str, Any] = {},  # noqa: B006
+    sampling: SamplingParams = SamplingParams(),
+) -> None:
+    """Answer prompts and print tokens per second."""
+    prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    if not prompts:
+        raise RequestError('there is no prompt: add --prompt "your text"')
+    llm = start_llm(model, engine)
+    ready: list[Any] = list(prompts)
+    if chat:
+        ready = [_render(llm, text) for text in prompts]
+    started = time.perf_counter()
+    if len(ready) == 1 and sampling.n == 1 and not as_json:
+        outputs = [_stream(llm, ready[0], sampling)]
+    else:
+        outputs = llm.generate(ready, sampling)
+    seconds = time.perf_counter() - started
+    if as_json:
+        _print_json(outputs, seconds, llm.metrics())
+        return
+    if len(outputs) > 1 or sampling.n > 1:
+        _print_answers(prompts, outputs)
+    print(_summary(outputs, seconds), file=sys.stderr)
+
+
+def _render(llm: Any, text: str) -> dict[str, Any]:
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.render_chat([{"role": "user", "content": text}])
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    return {"prompt": prompt, "prompt_token_ids": ids}
+
+
+def _stream(llm: Any, prompt: Any, sampling: SamplingParams) -> RequestOutput:
+    """Print an answer as it grows."""
+    shown = 0
+    output: RequestOutput | None = None
+    for output in llm.stream(prompt, sampling):
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print(flush=True)
+    assert output is not None
+    return output
+
+
+def _print_answers(prompts: list[str], outputs: list[RequestOutput]) -> None:
+    for text, output in zip(prompts, outputs, strict=True):
+        for answer in output.outputs:
+            print(f"--- {text!r} [{answer.index}], {answer.finish_reason}")
+            print(answer.text)
+
+
+def _print_json(outputs: list[RequestOutput], seconds: float, metrics: dict[str, Any]) -> None:
+    for output in outputs:
+        record = dataclasses.asdict(output)
+        times = record.pop("times")
+        record["ttft_s"] = round(times["first_token"] - times["arrival"], 6)
+        record["e2e_s"] = round(times["finished"] - times["arrival"], 6)
+        print(json.dumps(record, ensure_ascii=False))
+    num_tokens = _num_tokens(outputs)
+    print(
+        json.dumps(
+            {"tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds}
+            | {"metrics": metrics}
+        )
+    )
+
+
+def _summary(outputs: list[RequestOutput], seconds: float) -> str:
+    num_tokens = _num_tokens(outputs)
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    first = min(output.times.first_token or 0 for output in outputs)
+    wait = first - min(output.times.arrival for output in outputs)
+    return (
+        f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s "
+        f"(prompt of {num_prompt} tokens, first token after {wait * 1000:.0f} ms)"
+    )
+
+
+def _num_tokens(outputs: list[RequestOutput]) -> int:
+    return sum(len(answer.token_ids) for output in outputs for answer in output.outputs)

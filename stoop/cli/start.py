@@ -1,0 +1,25 @@
+"""Starting an engine from the command line, with its progress shown."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from stoop.cli.progress import StageProgress
+
+if TYPE_CHECKING:
+    from stoop.llm import LLM
+
+
+def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
+    with StageProgress() as report:
+        report("starting", 0, None)
+        from stoop.llm import LLM
+
+        llm = LLM(model, report=report, **engine)
+    config, numbers = llm.config, llm.metrics()
+    print(
+        f"{model}: {config.model.num_params / 1e6:.0f}M parameters, {config.device.dtype} on "
+        f"{config.device.device}, KV cache of {numbers['kv_cache_tokens']:,} tokens "
+        f"({numbers['kv_cache_bytes'] / 2**20:,.0f} MiB), ready in {report.seconds:.1f} s",
+        file=sys.stderr,
+    )
+    return llm
