@@ -1,5 +1,6 @@
 """Offline generation: prompts in, answers out."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -159,16 +160,14 @@ class _progress:
     """A progress bar on a terminal's standard error, or nothing."""
 
     def __init__(self, wanted: bool, total: int) -> None:
-        from rich.console import Console
-
-        self.console = Console(stderr=True)
-        self.shown = wanted and self.console.is_terminal and total > 1
+        self.shown = wanted and sys.stderr.isatty() and total > 1
         self.total = total
         self.num_tokens = 0
 
     def __enter__(self) -> Callable[[RequestOutput], None]:
         if not self.shown:
             return lambda output: None
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self.bar = Progress(
@@ -176,7 +175,7 @@ class _progress:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[tokens]} tokens"),
-            console=self.console,
+            console=Console(stderr=True),
             transient=True,
         )
         self.task = self.bar.add_task("generating", total=self.total, tokens=0)

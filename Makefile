@@ -1,0 +1,44 @@
+# make run    answer a prompt with the embedded model
+# make test   run the tests
+# make lint   ruff, mypy, import contracts, size limits
+# make clean  remove the environment; the model cache stays
+
+PYTHON ?= python3
+PROMPT ?= Why is the sky blue? Answer in two sentences.
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --disable-pip-version-check
+
+.PHONY: run test lint clean
+
+run: $(VENV)/.run
+	$(BIN)/stoop generate --chat --prompt "$(PROMPT)" --max-tokens 96
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/check_size.py
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "stoop needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Creating the environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing stoop (torch is the largest part; a minute or more the first time)"
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "Installing what tests and linters need"
+	$(INSTALL) --editable '.[test,lint]'
+	@touch $@
