@@ -20,7 +20,8 @@ def oversize(path: Path) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
             if size > MAX_FUNCTION_LINES:
-                yield f"{name}:{node.lineno}: {node.name} has {size} lines, at most {MAX_FUNCTION_LINES}"
+                where = f"{name}:{node.lineno}: {node.name}"
+                yield f"{where} has {size} lines, at most {MAX_FUNCTION_LINES}"
 
 
 def main() -> int:

@@ -124,9 +124,11 @@ def _fits(query_lens: np.ndarray, seq_lens: np.ndarray, start: int, row: int) ->
 
 
 class _TileBuilder:
+    """Makes the tiles of one run of rows."""
+
     def __init__(self, metadata: ReferenceMetadata, rows: slice, window: int | None) -> None:
         self.bounds = metadata.seq_lens_cpu[rows]
-        self.query_lens = metadata.query_lens_cpu[rows]
+        self.row_query_len = int(metadata.query_lens_cpu[rows.start])
         self.seq_lens = metadata.seq_lens[rows].long()  # [rows]
         self.block_rows = metadata.block_rows[rows]
         self.block_size = metadata.block_size
@@ -134,24 +136,23 @@ class _TileBuilder:
 
     def build(self, first_token: int, offset: int, query_len: int, dtype: torch.dtype) -> Tile:
         """The tile of queries [offset, offset + query_len) of each row."""
-        # Keys that some query of the tile can see: [first_key, end_key), by host bounds.
-        rest = self.query_lens - offset - query_len  # queries after this tile's
-        end_key = int((self.bounds - rest).max())
-        first_key = 0
+        num_after = self.row_query_len - offset - query_len  # queries past this tile's
+        last = self.seq_lens - num_after  # [rows]: just past the tile's last query
+        # Keys that some query of the tile can see: from `first`, `kv_len` of them at most.
+        kv_len = int(self.bounds.max()) - num_after
+        first = torch.zeros_like(last)
         if self.window is not None:
-            first_query = int((self.bounds - self.query_lens + offset).min())
-            first_key = max(0, first_query - self.window + 1)
-        device = self.seq_lens.device
-        key = torch.arange(first_key, end_key, device=device)  # [kv_len]
-        last = self.seq_lens - torch.from_numpy(rest).to(device)  # [rows]: past the last query
-        query = last[:, None] - query_len + torch.arange(query_len, device=device)
-        seen = key <= query[:, :, None]  # [rows, query_len, kv_len]
+            kv_len = min(kv_len, self.window + query_len - 1)
+            first = (last - query_len - self.window + 1).clamp(min=0)
+        key = first[:, None] + torch.arange(kv_len, device=last.device)  # [rows, kv_len]
+        query = last[:, None] - query_len + torch.arange(query_len, device=last.device)
+        seen = key[:, None, :] <= query[:, :, None]  # [rows, query_len, kv_len]
         if self.window is not None:
-            seen &= key > query[:, :, None] - self.window
+            seen &= key[:, None, :] > query[:, :, None] - self.window
         # As many keys as queries: a prompt's start, whatever the bounds (a sequence is never
         # shorter than its queries).
-        unwindowed = self.window is None or self.window >= end_key
-        causal = len(self.bounds) == 1 and query_len == end_key and unwindowed
+        unwindowed = self.window is None or self.window >= kv_len
+        causal = len(self.bounds) == 1 and query_len == kv_len and unwindowed
         return Tile(
             first_token=first_token,
             num_rows=len(self.bounds),
@@ -163,7 +164,7 @@ class _TileBuilder:
 
     def _kv_slots(self, key: Tensor, last: Tensor) -> Tensor:
         """Masked places past a row's end read its newest key again: finite, unlike a stale page."""
-        position = torch.minimum(key[None, :], (last - 1).clamp(min=0)[:, None])  # [rows, kv_len]
+        position = torch.minimum(key, (last - 1).clamp(min=0)[:, None])  # [rows, kv_len]
         blocks = self.block_rows.gather(1, position // self.block_size).long()
         return (blocks * self.block_size + position % self.block_size).flatten()
 
