@@ -49,7 +49,7 @@ class Attention(nn.Module):
         cache = ctx.kv_caches[self.layer]
         store_kv(k, v, cache, ctx.slot_mapping)
         out = ctx.backend.forward(shape, q, cache, ctx.metadata)
-        return self.o_proj(out.view(-1, self.q_size))
+        return self.o_proj(out.reshape(-1, self.q_size))
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots()
