@@ -57,7 +57,9 @@ def latency(
     sizes = _sizes(batch_size)
     if peer not in (None, "transformers"):
         raise ConfigError(f"--peer {peer}: transformers is the only one")
-    llm = start_llm(model, {**engine, "max_num_seqs": engine["max_num_seqs"] or max(sizes)})
+    if engine["max_num_seqs"] is None:
+        engine = {**engine, "max_num_seqs": max(sizes)}
+    llm = start_llm(model, engine)
     loads = [Load(size, input_len, output_len) for size in sizes]
     results = measure_latency(llm, loads, repeat, with_transformers=peer is not None)
     print_latency(results)

@@ -83,20 +83,18 @@ def _cache(options: EngineOptions) -> CacheConfig:
 
 
 def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> ScheduleConfig:
-    max_model_len = options.max_model_len or model.max_position
-    _integer("max_model_len", max_model_len, least=1)
+    max_model_len = _given("max_model_len", options.max_model_len, model.max_position)
     if max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len={max_model_len} is beyond the {model.max_position} positions that the "
             f"model was made for: use at most {model.max_position}"
         )
-    max_num_seqs = options.max_num_seqs or (16 if device == "cpu" else 256)
-    _integer("max_num_seqs", max_num_seqs, least=1)
+    default_seqs = 16 if device == "cpu" else 256
+    max_num_seqs = _given("max_num_seqs", options.max_num_seqs, default_seqs)
     default_tokens = max(2048, max_num_seqs)
     if not options.enable_chunked_prefill:
         default_tokens = max(default_tokens, max_model_len)
-    max_tokens = options.max_num_batched_tokens or default_tokens
-    _integer("max_num_batched_tokens", max_tokens, least=1)
+    max_tokens = _given("max_num_batched_tokens", options.max_num_batched_tokens, default_tokens)
     if max_tokens < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens={max_tokens} is below max_num_seqs={max_num_seqs}, so that "
@@ -110,6 +108,10 @@ def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> Schedule
     return ScheduleConfig(
         max_model_len, max_num_seqs, max_tokens, bool(options.enable_chunked_prefill)
     )
+
+
+def _given(name: str, value: int | None, default: int) -> int:
+    return default if value is None else _integer(name, value, least=1)
 
 
 def _integer(name: str, value: object, least: int) -> int:
