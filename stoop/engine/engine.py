@@ -83,7 +83,13 @@ class Engine:
         """Advance every request that the scheduler picks; returns those that changed."""
         plan = self.scheduler.schedule()
         assert plan.rows, "there is work, yet nothing could be scheduled"
-        result = self.runner.execute(plan)
+        try:
+            result = self.runner.execute(plan)
+        except BaseException:
+            # Half a step may have happened to these; nobody else was touched.
+            for request_id in {self._answers[row.request_id][0].request_id for row in plan.rows}:
+                self.abort_request(request_id)
+            raise
         changed: dict[str, RequestGroup] = {}
         for request, row in self.scheduler.update(result):
             group, answer = self._answers[request.request_id]

@@ -134,11 +134,10 @@ class Scheduler:
         return live
 
     def check_idle(self) -> None:
-        """With nothing to do, nothing may be held."""
+        """With nothing to do, nothing may be held. Counts only: this runs whenever work ends."""
         assert not self.has_work and not self._requests
         assert self.pool.num_free == self.pool.num_usable, (self.pool.num_free, self.pool.num_used)
         assert len(self._free_slots) == self.config.max_num_seqs
-        self.pool.check()
 
     # ---- scheduling ----
 

@@ -44,8 +44,10 @@ def count_kv_blocks(config: Config, layout: KVLayout, num_bytes_free: int) -> in
     else:
         num_blocks = num_bytes_free // layout.block_bytes
         if config.device.device == "cpu":
+            # Twice what all slots can fill leaves the prefix cache plenty.
+            useful = 2 * schedule.max_num_seqs * blocks_per_request + 1
             modest = max(CPU_KV_BYTES // layout.block_bytes, blocks_per_request + 1)
-            num_blocks = min(num_blocks, modest)
+            num_blocks = min(num_blocks, useful, modest)
     if num_blocks - 1 < blocks_per_request:
         held = max(num_blocks - 1, 0) * cache.block_size
         raise ConfigError(

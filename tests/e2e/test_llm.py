@@ -211,3 +211,23 @@ def test_dummy_weights_need_only_a_config(text_model: Path, tmp_path: Path) -> N
     assert not first.engine.runner.model.lm_head.weight.equal(
         other.engine.runner.model.lm_head.weight
     )
+
+
+def test_a_step_that_fails_costs_its_own_requests_only(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=2)
+    expected = answer(llm, "waits").token_ids
+    engine = llm.engine
+    engine.add_request("fails", "hello", GREEDY.replace(n=2, seed=1))
+    engine.add_request("waits", "waits", GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == {"waits"}
+    assert outputs[-1].outputs[0].token_ids == expected
+    engine.scheduler.check_idle()
