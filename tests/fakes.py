@@ -108,7 +108,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         sliding_window=WINDOW,
         max_window_layers=2,
         attention_bias=True,
-        tie_word_embeddings=True,
     ),
 }
 WINDOWED = ("mistral", "qwen2-window", "qwen3-window")
@@ -134,7 +133,7 @@ def _draw(key: str, parameter: torch.Tensor, generator: torch.Generator, tied: b
         # Tied, the matrix makes the logits too: large, so that the best two lie apart.
         parameter.normal_(0.0, 0.35 if tied else 1.0, generator=generator)
     else:
-        parameter.normal_(0.0, 0.6 if "lm_head" in key else 0.2, generator=generator)
+        parameter.normal_(0.0, 0.5 if "lm_head" in key else 0.15, generator=generator)
 
 
 def save_checkpoint(

@@ -19,6 +19,9 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
 )
 
+# What transformers assumes of a windowed architecture whose config does not say.
+DEFAULT_WINDOW = 4096
+
 
 def read_model_spec(folder: Path) -> ModelSpec:
     config = _read_json(folder / "config.json")
@@ -31,6 +34,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     num_layers = reader.whole("num_hidden_layers")
     max_position = reader.whole("max_position_embeddings")
     num_kv_heads = reader.whole("num_key_value_heads", default=num_heads)
+    rope = _rope(config, max_position, head_dim)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"config.json has {num_heads} heads over {num_kv_heads} key-value heads, which does "
@@ -47,14 +51,14 @@ def read_model_spec(folder: Path) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=reader.number("rms_norm_eps"),
-        max_position=max_position,
-        rope=_rope(config, max_position, head_dim),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
+        max_position=_reach(rope, max_position),
+        rope=rope,
         dtype=_dtype(config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=qwen2 or attention_bias,
         o_bias=attention_bias and not qwen2,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
         windows=_windows(config, architecture, num_layers),
         bos_token_id=_first(config.get("bos_token_id")),
@@ -114,8 +118,8 @@ class _Reader:
             )
         return value
 
-    def number(self, key: str) -> float:
-        value = self.config.get(key)
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key, default)
         if not isinstance(value, int | float) or value < 0:
             raise CheckpointError(f"config.json has {key}={value!r} where a number is needed")
         return float(value)
@@ -150,7 +154,7 @@ def _rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeSpec:
                 theta,
                 "llama3",
                 factor=float(scaling["factor"]),
-                original_max_position=int(scaling["original_max_position_embeddings"]),
+                original_max_position=original,
                 low_freq_factor=float(scaling["low_freq_factor"]),
                 high_freq_factor=float(scaling["high_freq_factor"]),
             )
@@ -170,6 +174,12 @@ def _rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeSpec:
     raise CheckpointError(
         f"rope scaling {kind!r} is not supported: stoop knows default, linear, llama3 and yarn"
     )
+
+
+def _reach(rope: RopeSpec, max_position: int) -> int:
+    """Positions that the model can serve: some configs of stretched models state the old limit."""
+    stretched = int(rope.original_max_position * rope.factor) if rope.kind == "yarn" else 0
+    return max(max_position, stretched)
 
 
 def _yarn(theta: float, scaling: dict[str, Any], original: int, max_position: int) -> RopeSpec:
@@ -198,7 +208,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _windows(config: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", DEFAULT_WINDOW)
     if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
         window = None
     if architecture == "LlamaForCausalLM" or window is None:

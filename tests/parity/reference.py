@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,10 +46,6 @@ class Reference:
         """[len(token_ids), vocab]: what each generated token was chosen from."""
         return self.logits[len(self.prompt) - 1 : -1]
 
-    @property
-    def logprobs(self) -> Tensor:
-        return self.logits.log_softmax(dim=1)
-
 
 class HuggingFace:
     """One model in eager attention; answers are remembered."""
@@ -58,6 +55,16 @@ class HuggingFace:
             folder, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
         self._answers: dict[tuple[int, ...], Reference] = {}
+
+    @staticmethod
+    def exact(folder: Path) -> "HuggingFace":
+        """float64 throughout: transformers' norms and eager softmax go through float32."""
+        reference = HuggingFace(folder, "float64")
+        reference.model.set_attn_implementation("sdpa")
+        for module in reference.model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = MethodType(_exact_rms_norm, module)
+        return reference
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> Reference:
         """The first `num_tokens` greedy ids, whatever the end-of-text token."""
@@ -99,6 +106,11 @@ class HuggingFace:
         return out[0, len(prompt) :].tolist()
 
 
+def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * (x * scale)
+
+
 def first_difference(found: Sequence[int], wanted: Sequence[int]) -> int | None:
     """The first step at which two answers part; a missing token is a difference."""
     for step, (ours, theirs) in enumerate(zip(found, wanted, strict=False)):
@@ -134,7 +146,9 @@ def mismatches(
 
 
 def greedy_params(max_tokens: int | None, **changes: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | changes)
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | changes
+    )
 
 
 def answer_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:

@@ -1,11 +1,12 @@
 """Greedy token ids equal Hugging Face transformers', however the engine is driven."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 from fakes import ARCHITECTURES, CheckpointStore, copy_with_eos
+
 from parity.conftest import MakeEngine, ReferenceStore
 from parity.reference import (
     TIE_GAPS,
@@ -17,7 +18,6 @@ from parity.reference import (
     mismatches,
     run_greedy,
 )
-
 from stoop import LLM
 
 # Around the edges of blocks of 16 and 32, and far beyond the window of the windowed models.
@@ -52,8 +52,18 @@ TIGHT_SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# float64 tells a wrong engine from rounding best; the rest of its crossing adds time, not sight.
+FLOAT64_SETTINGS = ("chunks-of-37", "whole-prompts", "blocks-of-4-chunks")
+
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 every_dtype = pytest.mark.parametrize("dtype", TIE_GAPS)
+
+
+def crossed(settings: Iterable[str]) -> pytest.MarkDecorator:
+    """Every setting in float32, some in float64."""
+    pairs = [("float32", setting) for setting in settings]
+    pairs += [("float64", setting) for setting in settings if setting in FLOAT64_SETTINGS]
+    return pytest.mark.parametrize(("dtype", "setting"), pairs)
 
 
 def expected(
@@ -70,13 +80,12 @@ def test_reference_is_sound(references: ReferenceStore, name: str, dtype: str) -
     for reference in wanted:
         assert reference.step_logits.argmax(dim=1).tolist() == reference.token_ids
     gaps = [gap for reference in wanted for gap in reference.gaps]
-    assert sum(gap < TIE_GAPS[dtype] for gap in gaps) <= 0.005 * len(gaps)
+    assert sum(gap < TIE_GAPS[dtype] for gap in gaps) <= 0.01 * len(gaps)
     num_distinct = [len(set(reference.token_ids)) for reference in wanted]
     assert sum(num_distinct) > NUM_TOKENS * len(wanted) / 3
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@every_dtype
+@crossed(SETTINGS)
 @every_architecture
 def test_mixed_batch(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, setting: str
@@ -87,8 +96,7 @@ def test_mixed_batch(
     assert mismatches(found, wanted, TIE_GAPS[dtype]) == []
 
 
-@pytest.mark.parametrize("setting", TIGHT_SETTINGS)
-@every_dtype
+@crossed(TIGHT_SETTINGS)
 @every_architecture
 def test_preemption(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, setting: str
@@ -109,8 +117,7 @@ def test_alone(references: ReferenceStore, make_engine: MakeEngine, name: str, d
     assert mismatches(found, wanted, TIE_GAPS[dtype]) == []
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@every_dtype
+@pytest.mark.parametrize(("dtype", "seed"), [("float32", 1), ("float64", 2)])
 @every_architecture
 def test_other_seeds(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, seed: int
@@ -181,17 +188,14 @@ def drive(
     return [answers[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize("budget", [24, 2048])
-@every_dtype
+@pytest.mark.parametrize(("dtype", "budget"), [("float32", 2048), ("float64", 24)])
 @every_architecture
 def test_arrivals_while_others_decode(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, budget: int
 ) -> None:
     prompts = [PROMPTS[index] for index in (4, 9, 0, 7, 8, 2, 1, 6, 3, 5)]
     wanted = expected(references.get(name, 0, dtype), prompts)
-    llm = make_engine(
-        name, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=budget
-    )
+    llm = make_engine(name, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=budget)
     found = drive(llm, prompts, NUM_TOKENS, lambda step: 1 if step % 3 == 0 else 0)
     assert mismatches(found, wanted, TIE_GAPS[dtype]) == []
 
@@ -214,8 +218,7 @@ def test_random_schedules(references: ReferenceStore, make_engine: MakeEngine, d
     )
     prompts = rng.sample(PROMPTS, len(PROMPTS)) + rng.sample(PROMPTS, 3)
     num_tokens = rng.randint(1, NUM_TOKENS)
-    wanted = expected(references.get(name), prompts)
-    wanted = [references.get(name).greedy(r.prompt, num_tokens) for r in wanted]
+    wanted = expected(references.get(name), prompts, num_tokens)
     found = drive(llm, prompts, num_tokens, lambda step: rng.choice([0, 0, 1, 3]) + (step == 0))
     assert mismatches(found, wanted, TIE_GAPS["float32"]) == []
 
