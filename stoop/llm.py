@@ -1,6 +1,7 @@
 """Offline generation: prompts in, answers out."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class LLM:
         self.options = make_options(str(model), options)
         self.engine = build_engine(self.options, report)
         self._num_requests = 0
+        self._mail: dict[str, deque[RequestOutput]] = {}  # outputs not yet taken, by request
 
     @property
     def config(self) -> Config:
@@ -118,15 +120,30 @@ class LLM:
         return ids
 
     def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """Step until these are done; whatever ends the loop early ends them too."""
+        """Step until these are done; whatever ends the loop early ends them too.
+
+        Several loops may take turns, as streams do: a step serves all, and each finds its own
+        outputs in the mail.
+        """
         open_ids = set(ids)
+        mail: deque[RequestOutput] = deque()
+        self._mail.update(dict.fromkeys(ids, mail))
         try:
             while open_ids:
-                for output in self.engine.step():
-                    if output.finished:
-                        open_ids.discard(output.request_id)
-                    yield output
+                if not mail:
+                    if not all(self.engine.is_open(request_id) for request_id in open_ids):
+                        raise RequestError("the request was lost in a step that failed: ask again")
+                    for output in self.engine.step():
+                        if output.request_id in self._mail:
+                            self._mail[output.request_id].append(output)
+                    continue
+                output = mail.popleft()
+                if output.finished:
+                    open_ids.discard(output.request_id)
+                yield output
         finally:
+            for request_id in ids:
+                del self._mail[request_id]
             self._abort(open_ids)
 
     def _abort(self, ids: Sequence[str] | set[str]) -> None:

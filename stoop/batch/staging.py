@@ -20,12 +20,12 @@ class StagedWrites:
 
     def put(self, target: Tensor, row: int, values: Values, start: int = 0) -> None:
         """Stage `target[row, start : start + len(values)] = values` (flat within the row)."""
-        data = np.atleast_1d(np.asarray(values))
+        data = np.atleast_1d(np.array(values))
         if data.size == 0:  # would turn its neighbours into floats
             return
         width = target.stride(0)
         assert target.is_contiguous() and 0 <= row < target.shape[0], (row, target.shape)
-        if start + data.size > width:
+        if start < 0 or start + data.size > width:
             raise IndexError(f"{data.size} values at {start} overrun a row of {width}")
         first = row * width + start
         _, places, contents = self._edits.setdefault(id(target), (target, [], []))

@@ -23,6 +23,15 @@ class TokenRules:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class PrefixNode:
+    """One full block of a text, and all that comes before it."""
+
+    digest: bytes
+    tokens: tuple[int, ...]
+    parent: "PrefixNode | None"
+
+
 @dataclass(eq=False)
 class Request:
     request_id: str
@@ -42,10 +51,10 @@ class Request:
 
     # What it holds while running.
     slot: int = -1
-    epoch: int = 0  # counts its stays in a slot, so that a late result is told from a live one
+    epoch: int = -1  # of its stay in a slot, so that a late result is told from a live one
     block_ids: list[int] = field(default_factory=list)
     num_offered_blocks: int = 0  # full blocks that the prefix cache knows of
-    block_digests: list[bytes] = field(default_factory=list)  # of full blocks, in order
+    prefix_nodes: list[PrefixNode] = field(default_factory=list)  # of full blocks, in order
 
     def __post_init__(self) -> None:
         assert self.prompt_token_ids, "a request needs at least one prompt token"

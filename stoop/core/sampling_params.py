@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,16 +67,15 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        put("stop_token_ids", tuple(self.stop_token_ids or ()))
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
-        put("bad_words", tuple(words or ()))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            put(name, _as_tuple(name, getattr(self, name)))
         if self.top_k == -1:
             put("top_k", 0)
         if self.logit_bias is not None:
             put("logit_bias", _token_keys(self.logit_bias))
         self._check_numbers()
         self._check_lists()
+        self._check_switches()
 
     def _check_numbers(self) -> None:
         _whole("n", self.n, 1, MAX_N)
@@ -115,6 +113,16 @@ class SamplingParams:
         _at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS)
         _at_most("logit_bias", len(self.logit_bias or ()), MAX_LOGIT_BIAS)
 
+    def _check_switches(self) -> None:
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}: use True or False")
+
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
@@ -131,18 +139,30 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)
 
 
+def _as_tuple(name: str, given: Any) -> tuple[Any, ...]:
+    """One string or a sequence, as a tuple."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Sequence | frozenset | set):
+        raise RequestError(f"{name}={given!r}: use a list")
+    return tuple(given)
+
+
 def _token_keys(bias: dict[Any, Any]) -> dict[int, float]:
     """Token ids as ints (JSON has string keys) with finite biases, or a refusal."""
     if not isinstance(bias, dict):
         raise RequestError(f"logit_bias={bias!r}: use a dictionary of token id to bias")
     checked: dict[int, float] = {}
     for key, value in bias.items():
-        try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise RequestError(f"logit_bias has key {key!r}: use token ids") from None
-        _number(f"logit_bias[{token}]", value, -100.0, 100.0)
-        checked[token] = float(value)
+        # JSON has no keys but strings.
+        if isinstance(key, str) and key.isdigit():
+            key = int(key)
+        if not isinstance(key, int) or isinstance(key, bool):
+            raise RequestError(f"logit_bias has key {key!r}: use token ids")
+        _number(f"logit_bias[{key}]", value, -100.0, 100.0)
+        checked[key] = float(value)
     return checked
 
 
@@ -163,8 +183,7 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
     ok = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
-        and math.isfinite(value)
-        and low <= value <= high
+        and low <= value <= high  # false for nan
         and not (open_low and value == low)
     )
     if not ok:

@@ -69,6 +69,9 @@ class Engine:
             answer.finish()
         return self._output(group)
 
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._groups
+
     def abort_all(self) -> None:
         for request_id in list(self._groups):
             self.abort_request(request_id)

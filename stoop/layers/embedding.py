@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoop.layers.weights import WeightSlot, empty_parameter
+from stoop.ops.linear import linear
 
 
 class Embedding(nn.Module):
@@ -43,7 +44,7 @@ class OutputHead(nn.Module):
         return embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
+        return linear(hidden, self.weight)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         if self.own is not None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoop.layers.weights import WeightSlot, empty_parameter
+from stoop.ops.linear import linear
 
 
 class FusedLinear(nn.Module):
@@ -21,7 +21,7 @@ class FusedLinear(nn.Module):
         self.bias = empty_parameter(sum(out_sizes)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         start = 0

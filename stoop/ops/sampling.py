@@ -64,7 +64,9 @@ def forbid_bad_words_(logits: Tensor, words: Tensor, history: History) -> None:
     num_before = words.shape[2] - 1
     offset = torch.arange(num_before, device=words.device) - num_before  # -num_before .. -1
     place = history.num_tokens[:, None] + offset  # [n, num_before]
-    tail = history.token_ids.gather(1, place.clamp(min=0))
+    # A chunk's row knows more tokens than the batch's longest sequence has: it samples nothing.
+    inside = place.clamp(min=0, max=history.token_ids.shape[1] - 1)
+    tail = history.token_ids.gather(1, inside)
     tail = torch.where(place >= history.num_prompt_tokens[:, None], tail, -2)
     before, last = words[:, :, :-1], words[:, :, -1]
     matches = ((before == tail[:, None, :]) | (before == -1)).all(dim=2) & (last >= 0)
@@ -97,17 +99,23 @@ def apply_min_p_(logits: Tensor, min_p: Tensor) -> None:
 def apply_top_k_top_p_(logits: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> None:
     """Keep the `top_k` likeliest (0: all), and of them the fewest that reach `top_p` together.
 
-    width: no row keeps more than this many; below the vocabulary's size it spares the full sort.
+    Of tokens that tie for the last place the first ones stay, whatever else is in the batch.
+    width: no row keeps more than this many by `top_k`; it spares sorting the whole vocabulary.
     """
     width = min(width, logits.shape[1])
-    best, order = logits.topk(width, dim=1)
+    best = logits.topk(width, dim=1).values  # in falling order
     rank = torch.arange(width, device=logits.device)[None, :]
     limit = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
-    best.masked_fill_(rank >= limit, NEVER)
-    probs = best.softmax(dim=1)
+    probs = best.masked_fill(rank >= limit, NEVER).softmax(dim=1)
     before = probs.cumsum(dim=1) - probs  # mass of the likelier ones
-    best.masked_fill_((before >= _as(logits, top_p)[:, None]) & (rank > 0), NEVER)
-    logits.fill_(NEVER).scatter_(1, order, best)
+    wanted = (before < _as(logits, top_p)[:, None]) | (top_p >= 1)[:, None] | (rank == 0)
+    num_kept = (wanted & (rank < limit)).sum(dim=1, keepdim=True)  # a head of the falling order
+    last = best.gather(1, num_kept - 1)
+    num_above = (best > last).sum(dim=1, keepdim=True)
+    ties = logits == last
+    kept = (logits > last) | (ties & (ties.cumsum(dim=1) <= num_kept - num_above))
+    unfiltered = ((top_k <= 0) & (top_p >= 1))[:, None]
+    logits.masked_fill_(~(kept | unfiltered), NEVER)
 
 
 def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -127,6 +135,7 @@ def score(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor
 
     Returns ids [n, 1 + num_best], log-probabilities of the same shape, and ranks [n] of `chosen`.
     """
+    num_best = min(num_best, logits.shape[1])
     logprobs = logits.log_softmax(dim=1)
     own = logprobs.gather(1, chosen[:, None])
     rank = (logprobs > own).sum(dim=1) + 1

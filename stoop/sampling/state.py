@@ -68,10 +68,12 @@ class SamplingState:
     def admit(self, staged: StagedWrites, slot: int, rules: TokenRules) -> None:
         """Write a slot's every parameter, so that nothing of its former holder is left."""
         params = rules.params
-        staged.put(self.temperature, slot, 0.0 if params.greedy else params.temperature)
-        staged.put(self.top_k, slot, params.top_k)
-        staged.put(self.top_p, slot, params.top_p)
-        staged.put(self.min_p, slot, params.min_p)
+        # Filters would only break ties of a greedy row.
+        greedy = params.greedy
+        staged.put(self.temperature, slot, 0.0 if greedy else params.temperature)
+        staged.put(self.top_k, slot, 0 if greedy else params.top_k)
+        staged.put(self.top_p, slot, 1.0 if greedy else params.top_p)
+        staged.put(self.min_p, slot, 0.0 if greedy else params.min_p)
         staged.put(self.repetition, slot, params.repetition_penalty)
         staged.put(self.presence, slot, params.presence_penalty)
         staged.put(self.frequency, slot, params.frequency_penalty)

@@ -1,8 +1,8 @@
 """Reuse of KV blocks whose tokens, and all tokens before them, were seen already.
 
-A block's digest covers its own tokens and its predecessor's digest, so it names a whole prefix.
-A hit is believed only if the block's recorded tokens are equal too, so that no collision of
-digests can hand out another text's KV.
+A block's digest covers its own tokens and its predecessor's digest, so it names a whole prefix. A
+hit is believed only if the texts are equal too, so that no collision of digests can hand out
+another text's KV.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stoop.core.request import Request
+from stoop.core.request import PrefixNode, Request
 from stoop.scheduler.block_pool import BlockPool
 
 ROOT = b""
@@ -23,8 +23,11 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 @dataclass(frozen=True)
 class _Entry:
     block: int
-    parent: bytes
-    tokens: tuple[int, ...]
+    node: PrefixNode
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.node.tokens
 
 
 class PrefixCache:
@@ -68,33 +71,43 @@ class PrefixCache:
         num_full = min(request.num_computed, request.num_tokens) // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
-            digest = self._digest(request, index)
-            if digest in self._entries:  # the same text was computed twice: the first copy stays
+            node = self._node(request, index)
+            if node.digest in self._entries:  # the same text was computed twice: the first stays
                 continue
             block = request.block_ids[index]
-            parent = request.block_digests[index - 1] if index else ROOT
-            self._entries[digest] = _Entry(block, parent, self._tokens(request, index))
-            self._digest_of[block] = digest
+            self._entries[node.digest] = _Entry(block, node)
+            self._digest_of[block] = node.digest
             self.pool.mark_cached(block)
 
     def _find(self, request: Request, index: int) -> _Entry | None:
-        entry = self._entries.get(self._digest(request, index))
-        if entry is None or entry.tokens != self._tokens(request, index):
+        node = self._node(request, index)
+        entry = self._entries.get(node.digest)
+        if entry is None or not _same_text(entry.node, node):
             return None
-        parent = request.block_digests[index - 1] if index else ROOT
-        return entry if entry.parent == parent else None
+        # From here on both share their past, which makes the next comparison short.
+        request.prefix_nodes[index] = entry.node
+        del request.prefix_nodes[index + 1 :]
+        return entry
 
-    def _digest(self, request: Request, index: int) -> bytes:
-        """The digest of one block, worked out once for each request."""
-        digests = request.block_digests
-        while len(digests) <= index:
-            parent = digests[-1] if digests else ROOT
-            digests.append(block_digest(parent, self._tokens(request, len(digests))))
-        return digests[index]
-
-    def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
-        start = index * self.block_size
-        return tuple(request.token_ids[start : start + self.block_size])
+    def _node(self, request: Request, index: int) -> PrefixNode:
+        """One block's place in the request's text, worked out once for each request."""
+        nodes = request.prefix_nodes
+        while len(nodes) <= index:
+            parent = nodes[-1] if nodes else None
+            start = len(nodes) * self.block_size
+            tokens = tuple(request.token_ids[start : start + self.block_size])
+            digest = block_digest(parent.digest if parent else ROOT, tokens)
+            nodes.append(PrefixNode(digest, tokens, parent))
+        return nodes[index]
 
     def _forget(self, block: int) -> None:
         del self._entries[self._digest_of.pop(block)]
+
+
+def _same_text(a: PrefixNode | None, b: PrefixNode | None) -> bool:
+    """Whether two prefixes hold the same tokens from the start."""
+    while a is not b:
+        if a is None or b is None or a.tokens != b.tokens:
+            return False
+        a, b = a.parent, b.parent
+    return True

@@ -8,6 +8,7 @@ takes those of the last in that order, which starts anew later (preemption by re
 The scheduler holds numbers only and imports no torch.
 """
 
+import itertools
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._num_arrivals = 0
+        self._epochs = itertools.count()  # never repeats, whatever ids come again
 
     # ---- requests come and go ----
 
@@ -178,6 +180,7 @@ class Scheduler:
         self.pool.share(cached)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
+        request.epoch = next(self._epochs)
         request.block_ids = list(cached)
         request.num_offered_blocks = len(cached)
         request.num_computed = len(cached) * self.block_size
@@ -223,7 +226,7 @@ class Scheduler:
         request.num_computed = 0
         self._free_slots.append(request.slot)
         request.slot = -1
-        request.epoch += 1
+        request.epoch = -1
 
     def _plan(self, draft: _Draft) -> StepPlan:
         rows = [self._row(request, n) for request, n in draft.num_scheduled.items()]

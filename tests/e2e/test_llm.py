@@ -231,3 +231,26 @@ def test_a_step_that_fails_costs_its_own_requests_only(
     assert {output.request_id for output in outputs} == {"waits"}
     assert outputs[-1].outputs[0].token_ids == expected
     engine.scheduler.check_idle()
+
+
+def test_a_stream_whose_request_was_lost_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "forward", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate("other", GREEDY)
+    with pytest.raises(RequestError, match="lost"):
+        next(stream)
+    assert len(answer(llm, "hello").token_ids) == 12
+
+
+def test_streams_take_turns(llm: LLM) -> None:
+    alone = {text: answer(llm, text).token_ids for text in ("one", "two")}
+    streams = {text: llm.stream(text, GREEDY) for text in alone}
+    for _ in range(11):
+        for text, stream in streams.items():
+            assert next(stream).prompt == text
+    for text, stream in streams.items():
+        (last,) = stream
+        assert last.outputs[0].token_ids == alone[text]

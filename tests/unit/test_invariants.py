@@ -519,11 +519,6 @@ def test_invariant_37_broken_logits_give_tokens_in_range(value: float) -> None:
 # ---- chunks and bad words together ----
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="forbid_bad_words_ gathers past the history when a prompt comes in chunks",
-)
 def test_bad_words_with_chunked_prompts() -> None:
     prompt = list(range(20, 50))
     whole = make_llm(max_num_seqs=2, max_num_batched_tokens=64).engine
@@ -535,11 +530,6 @@ def test_bad_words_with_chunked_prompts() -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="LLM._run steps the engine for its own ids and drops what other generators wait for",
-)
 def test_a_stream_survives_another_call_in_between() -> None:
     llm = make_llm(max_num_seqs=4)
     stream = llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=5))

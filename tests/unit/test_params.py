@@ -53,12 +53,12 @@ def test_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     assert "\n" not in text and ". " not in text, "one sentence"
 
 
-NOT_REFUSED_YET: list[tuple[str, Any]] = [
-    ("temperature", 10**400),  # OverflowError of math.isfinite
-    ("stop", 5),  # TypeError of tuple()
+NONSENSE: list[tuple[str, Any]] = [
+    ("temperature", 10**400),
+    ("stop", 5),
     ("stop_token_ids", 5),
     ("bad_words", 5),
-    ("logit_bias", {1.5: 1.0}),  # truncated to token 1
+    ("logit_bias", {1.5: 1.0}),
     ("ignore_eos", "no"),
     ("detokenize", None),
     ("skip_special_tokens", 3),
@@ -66,8 +66,7 @@ NOT_REFUSED_YET: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), NOT_REFUSED_YET, ids=map(label, NOT_REFUSED_YET))
-@pytest.mark.xfail(strict=True, reason="not refused with a RequestError: see the report")
+@pytest.mark.parametrize(("name", "value"), NONSENSE, ids=map(label, NONSENSE))
 def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: value})

@@ -284,11 +284,6 @@ def test_late_result_of_a_preempted_request_is_ignored() -> None:
     assert second.output_token_ids == [7]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a new request starts at epoch 0 again: it takes a late result of its id's former owner",
-)
 def test_late_result_is_not_taken_by_the_ids_next_owner() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", [1, 2]))

@@ -1,0 +1,94 @@
+"""Memory of intermediates, shared by all tapes, as one pool is shared by all CUDA graphs.
+
+Tapes never run at the same time and keep nothing in it between replays, so each may use the whole
+arena. Within one tape a place is used again once the tensors that had it are gone. The largest
+tape comes first; the others then fit into what it took.
+"""
+
+import weakref
+from bisect import insort
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+CHUNK_BYTES = 1 << 20  # chunks are never smaller
+
+
+class Arena:
+    """Chunks of bytes; a chunk's address never changes."""
+
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray] = []
+        self._free: list[tuple[int, int, int]] = []  # (chunk, start, bytes), in order
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def restart(self) -> None:
+        """Give all of the arena to the next tape."""
+        self._free = [(i, 0, chunk.nbytes) for i, chunk in enumerate(self._chunks)]
+
+    def empty_strided(self, size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised tensor of `like`'s dtype; its place is free again when it is gone."""
+        elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if 0 in size:
+            elements = 0
+        num_bytes = max(-(-elements * like.element_size() // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        chunk, start = self._take(num_bytes)
+        # torch keeps the array alive as long as any tensor uses this memory, views included.
+        place = np.ndarray(num_bytes, np.uint8, buffer=self._chunks[chunk].data, offset=start)
+        weakref.finalize(place, self._give, self._free, chunk, start, num_bytes)
+        flat = torch.from_numpy(place).view(like.dtype)
+        return flat.as_strided(size, stride)
+
+    def owns(self, tensor: Tensor) -> bool:
+        return self._chunk_of(tensor.data_ptr()) is not None
+
+    def at(
+        self, address: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """A tensor over a place, whoever has it now."""
+        chunk = self._chunk_of(address)
+        assert chunk is not None, hex(address)
+        offset = address - chunk.ctypes.data
+        flat = torch.from_numpy(chunk)[offset : offset + (chunk.nbytes - offset) // 8 * 8]
+        return flat.view(dtype).as_strided(size, stride)
+
+    def _chunk_of(self, address: int) -> np.ndarray | None:
+        for chunk in self._chunks:
+            start = chunk.ctypes.data
+            if start <= address < start + chunk.nbytes:
+                return chunk
+        return None
+
+    def _take(self, num_bytes: int) -> tuple[int, int]:
+        for index, (chunk, start, length) in enumerate(self._free):
+            if length >= num_bytes:
+                del self._free[index]
+                if length > num_bytes:
+                    insort(self._free, (chunk, start + num_bytes, length - num_bytes))
+                return chunk, start
+        size = max(num_bytes, CHUNK_BYTES)
+        raw = np.empty(size + ALIGNMENT, np.uint8)
+        skip = -raw.ctypes.data % ALIGNMENT
+        self._chunks.append(raw[skip : skip + size])
+        if size > num_bytes:
+            insort(self._free, (len(self._chunks) - 1, num_bytes, size - num_bytes))
+        return len(self._chunks) - 1, 0
+
+    @staticmethod
+    def _give(free: list[tuple[int, int, int]], chunk: int, start: int, num_bytes: int) -> None:
+        """Put a place back into the list that it came from, joined with free neighbours.
+
+        A place of an earlier tape belongs to a list that nobody uses any more.
+        """
+        insort(free, (chunk, start, num_bytes))
+        index = free.index((chunk, start, num_bytes))
+        for left in (index, index - 1):
+            if 0 <= left < len(free) - 1:
+                a, b = free[left], free[left + 1]
+                if a[0] == b[0] and a[1] + a[2] == b[1]:
+                    free[left : left + 2] = [(a[0], a[1], a[2] + b[2])]

@@ -1,0 +1,84 @@
+"""How a batch is executed: the modes, and the one key of capture, lookup and logs."""
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from stoop.attention.base import GraphSupport
+
+
+class RunMode(IntEnum):
+    """How one batch runs; the larger, the less of its step stays outside graphs."""
+
+    NONE = 0  # eager
+    PIECEWISE = 1  # graphs between attention calls
+    FULL = 2  # one graph of the forward pass
+    STEP = 3  # one graph of all phases
+
+
+class GraphMode(Enum):
+    """What a user chooses: a run mode for decode batches and one for all others."""
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+    FULL_DECODE_ONLY = "full_decode_only"
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+    STEP = "step"
+
+    def decode_mode(self, support: GraphSupport, query_len: int) -> RunMode:
+        """For batches in which every request has `query_len` query tokens."""
+        wanted = _DECODE[self]
+        needed = GraphSupport.SINGLE_TOKEN if query_len == 1 else GraphSupport.UNIFORM
+        if wanted >= RunMode.FULL and support < needed:
+            # A decode batch may still be cut into pieces, unless pieces were not asked for.
+            return RunMode.NONE if self is GraphMode.FULL_DECODE_ONLY else RunMode.PIECEWISE
+        return wanted
+
+    def mixed_mode(self, support: GraphSupport) -> RunMode:
+        """For batches that hold a prompt, or query tokens in unequal numbers."""
+        wanted = _MIXED[self]
+        if wanted is RunMode.FULL and support < GraphSupport.ALWAYS:
+            return RunMode.PIECEWISE
+        return wanted
+
+
+_DECODE = {
+    GraphMode.NONE: RunMode.NONE,
+    GraphMode.PIECEWISE: RunMode.PIECEWISE,
+    GraphMode.FULL: RunMode.FULL,
+    GraphMode.FULL_DECODE_ONLY: RunMode.FULL,
+    GraphMode.FULL_AND_PIECEWISE: RunMode.FULL,
+    GraphMode.STEP: RunMode.STEP,
+}
+_MIXED = {
+    GraphMode.NONE: RunMode.NONE,
+    GraphMode.PIECEWISE: RunMode.PIECEWISE,
+    GraphMode.FULL: RunMode.FULL,
+    GraphMode.FULL_DECODE_ONLY: RunMode.NONE,
+    GraphMode.FULL_AND_PIECEWISE: RunMode.PIECEWISE,
+    GraphMode.STEP: RunMode.FULL,
+}
+
+
+@dataclass(frozen=True)
+class BatchExecutionDescriptor:
+    """A batch's padded shape and the way it runs. Frozen and hashable: equal means the same graph.
+
+    PIECEWISE pads tokens but not requests, and takes any query lengths.
+    """
+
+    mode: RunMode
+    num_tokens: int
+    num_reqs: int | None = None  # None: any
+    query_len: int | None = None  # of every request; None: any
+    greedy: bool | None = None  # STEP holds the sampling too; None: not a part of this graph
+
+    def __str__(self) -> str:
+        parts = [self.mode.name, f"{self.num_tokens} tokens"]
+        if self.num_reqs is not None:
+            parts.append(f"{self.num_reqs} reqs")
+        if self.query_len is not None:
+            parts.append(f"{self.query_len} a request")
+        if self.greedy is not None:
+            parts.append("greedy" if self.greedy else "sampling")
+        return " ".join(parts[:1]) + " " + ", ".join(parts[1:])

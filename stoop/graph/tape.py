@@ -1,0 +1,277 @@
+"""Captured tensor programs on a CPU, with a CUDA graph's semantics.
+
+Capturing runs the Python function with every tensor operation recorded and none executed: outputs
+get memory and no values, as under CUDA stream capture. Replaying executes the recorded operations
+on the recorded addresses; Python is not run again, so host values are those of the capture.
+
+What a CUDA graph refuses is refused here: reading a value on the host, shapes that depend on
+values, random state. Our own operations are registered with torch.library, so each is one call;
+inside, it may do as it likes, for it runs anew in every replay.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from stoop.graph.arena import Arena
+
+Call = Callable[[], object]
+
+# They share their argument's memory without saying so in their schema.
+_SILENT_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+_SYNCS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero"})
+_HOST_READS = ("tolist", "numpy", "__array__")
+
+
+class CaptureError(RuntimeError):
+    """The function does what a captured graph cannot do."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor in the arena, by address: holding the tensor itself would keep its place taken."""
+
+    address: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Entry:
+    func: Any  # OpOverload
+    args: Any  # with a _Place for each tensor in the arena
+    kwargs: Any
+    outputs: tuple[_Place, ...]  # empty for operations that write into their arguments
+
+
+class Tape:
+    """A captured program. Tensors outside the arena are held, so that they are not freed."""
+
+    def __init__(self, calls: list[Call], num_bytes: int) -> None:
+        self._calls = calls
+        self.num_bytes = num_bytes  # of the arena, at the end of this capture
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for call in self._calls:
+            call()
+
+
+class TapeBackend:
+    """Captures on the CPU. All tapes of one backend share its arena."""
+
+    name = "tape"
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+
+    def capture(self, function: Callable[[], object]) -> Tape:
+        self.arena.restart()
+        recorder = _Recorder(self.arena)
+        with torch.inference_mode(), _no_host_reads(), recorder:
+            function()
+        return Tape(recorder.calls(), self.arena.num_bytes)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.arena = arena
+        self.entries: list[_Entry] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _refuse_uncapturable(func, args)
+        if _is_composite(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if _is_view(func):
+            return func(*args, **kwargs)
+        written = _written_arguments(func, args, kwargs)
+        if written:
+            self._record(func, args, kwargs, ())
+            return _returned(func, written)
+        outputs = self._allocate(func, args, kwargs)
+        flat = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
+        self._record(func, args, kwargs, flat)
+        return outputs
+
+    def calls(self) -> list[Call]:
+        return [_bind(entry, self._tensor) for entry in self.entries]
+
+    def _allocate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Outputs without values, of the shapes that the operation would give."""
+        device = torch.device("meta")
+        meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
+        if "device" in meta_kwargs or not _has_tensor(args):
+            meta_kwargs["device"] = device
+        try:
+            shapes = func(*meta_args, **meta_kwargs)
+        except Exception as error:
+            raise CaptureError(f"{func} cannot be captured: {error}") from error
+        return tree_map(self._empty_like, shapes)
+
+    def _empty_like(self, shape: Any) -> Any:
+        if not isinstance(shape, Tensor):
+            return shape
+        return self.arena.empty_strided(tuple(shape.shape), shape.stride(), shape)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
+        args, kwargs = tree_map(self._reference, (args, kwargs))
+        places = tuple(self._reference(output) for output in outputs)
+        self.entries.append(_Entry(func, args, kwargs, places))
+
+    def _reference(self, value: Any) -> Any:
+        """How an entry remembers an argument: by place in the arena, or by an alias outside it.
+
+        The alias keeps the address even if `value.data` is set to something else later.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        if self.arena.owns(value):
+            return _Place(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+        return value.detach()
+
+    def _tensor(self, value: Any) -> Any:
+        if not isinstance(value, _Place):
+            return value
+        return self.arena.at(value.address, value.size, value.stride, value.dtype)
+
+
+# ---- what an operation is ----
+
+
+def _refuse_uncapturable(func: Any, args: Any) -> None:
+    tags = func.tags
+    if func.name().split(".")[0] in _SYNCS or torch.Tag.data_dependent_output in tags:
+        raise CaptureError(f"{func} reads a value on the host, which a captured graph cannot do")
+    if torch.Tag.dynamic_output_shape in tags and _depends_on_values(func, args):
+        raise CaptureError(f"{func} has a shape that depends on values: use a fixed shape")
+    if torch.Tag.nondeterministic_seeded in tags:
+        raise CaptureError(f"{func} uses random state: use stoop.ops.random, which has none")
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    """Indexing has a fixed shape unless a mask selects."""
+    if func.name().split(".")[0] != "aten::index":
+        return True
+    return any(index is not None and index.dtype == torch.bool for index in args[1])
+
+
+def _is_composite(func: Any) -> bool:
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
+
+
+def _is_view(func: Any) -> bool:
+    if func.name().split(".")[0] in _SILENT_VIEWS:
+        return True
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return [value for value in written if value is not None]
+
+
+def _returned(func: Any, written: list[Any]) -> Any:
+    """An operation that writes into arguments returns them, if anything."""
+    num_returns = len(func._schema.returns)
+    if num_returns == 0:
+        return None
+    return written[0] if num_returns == 1 else tuple(written[:num_returns])
+
+
+def _has_tensor(args: Any) -> bool:
+    found = []
+    tree_map(lambda value: found.append(value) if isinstance(value, Tensor) else None, args)
+    return bool(found)
+
+
+def _to_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+# ---- replay ----
+
+
+def _bind(entry: _Entry, tensor: Callable[[Any], Any]) -> Call:
+    """The recorded operation as a call that writes to its recorded addresses."""
+    args, kwargs = tree_map(tensor, (entry.args, entry.kwargs))
+    func = entry.func
+    if not entry.outputs:
+        return lambda: func(*args, **kwargs)
+    outputs = tuple(tensor(place) for place in entry.outputs)
+    into, names = _out_variant(func)
+    if into is not None and all(output.is_contiguous() for output in outputs):
+        kwargs = kwargs | dict(zip(names, outputs, strict=True))
+        return lambda: into(*args, **kwargs)
+
+    def run_and_copy() -> None:
+        results = func(*args, **kwargs)
+        results = results if isinstance(results, list | tuple) else (results,)
+        for output, result in zip(outputs, results, strict=True):
+            output.copy_(result)
+
+    return run_and_copy
+
+
+def _out_variant(func: Any) -> tuple[Any, list[str]]:
+    """The overload that takes the same arguments and writes into given outputs."""
+    schema = func._schema
+    wanted = [(argument.name, str(argument.type)) for argument in schema.arguments]
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        inputs = [a for a in overload._schema.arguments if not a.is_out]
+        outs = [a.name for a in overload._schema.arguments if a.is_out]
+        if len(outs) == len(schema.returns) and [(a.name, str(a.type)) for a in inputs] == wanted:
+            return overload, outs
+    return None, []
+
+
+# ---- host reads that do not dispatch ----
+
+
+@contextmanager
+def _no_host_reads() -> Iterator[None]:
+    """`.tolist()` and `.numpy()` go past the dispatcher: refuse them in this thread."""
+    thread = threading.get_ident()
+    originals = {name: getattr(Tensor, name) for name in _HOST_READS}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise CaptureError(f".{name}() reads values on the host: not in a captured graph")
+            return originals[name](self, *args, **kwargs)
+
+        return read
+
+    for name in _HOST_READS:
+        setattr(Tensor, name, refusing(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
