@@ -42,10 +42,10 @@ def print_throughput(result: RunResult) -> None:
 
 
 def print_latency(results: list[LatencyResult]) -> None:
-    columns = ["batch", "tokens/s", "of batch 1", "TTFT p50", "between p50", "p99", "weights read"]
+    columns = ["batch", "tok/s", "scaling", "TTFT ms", "gap p50", "gap p99", "GB/s"]
     with_peer = results[0].peer is not None
     if with_peer:
-        columns += ["transformers", "ratio"]
+        columns += ["HF tok/s", "ratio"]
     first = results[0].load
     title = f"latency: {first.input_len} prompt and {first.output_len} answer tokens, "
     table = Table(title=title + results[0].dtype)
@@ -61,15 +61,19 @@ def print_latency(results: list[LatencyResult]) -> None:
             str(record["batch_size"]),
             f"{record['tokens_per_s']:.1f}",
             f"{scaling:.2f}x" if scaling else "",
-            f"{record['ttft_ms']['p50']:.1f} ms",
-            f"{record['itl_ms']['p50']:.1f} ms",
-            f"{record['itl_ms']['p99']:.1f} ms",
-            f"{record['weight_gb_per_s']:.1f} GB/s",
+            f"{record['ttft_ms']['p50']:.0f}",
+            f"{record['itl_ms']['p50']:.1f}",
+            f"{record['itl_ms']['p99']:.1f}",
+            f"{record['weight_gb_per_s']:.1f}",
         ]
         if with_peer:
             cells += [f"{record['transformers_tokens_per_s']:.1f}", f"{record['ratio']:.2f}x"]
         table.add_row(*cells)
     Console().print(table)
+    Console().print(
+        "[dim]scaling: tokens/s over batch 1; gap: ms between tokens; GB/s: reading the weights "
+        "once a step takes this rate[/dim]"
+    )
     _print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
 
 
