@@ -5,21 +5,13 @@ between steps lives in persistent buffers; what depends on a batch lives in the 
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
-
-
-class GraphSupport(IntEnum):
-    """Which batches a backend can serve from inside a captured graph, weakest first."""
-
-    NEVER = 0
-    SINGLE_TOKEN = 1  # one query token a request
-    UNIFORM = 2  # the same number of query tokens for each request
-    ALWAYS = 3
+from stoop.graph.support import GraphSupport
+from stoop.ops.kv_store import store_kv
 
 
 @dataclass(frozen=True)
@@ -38,23 +30,39 @@ class AttentionBackend(Protocol):
     graph_support: GraphSupport
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> Any:
-        """Metadata of one step. With `for_capture`, bounds are the worst case, not the batch's."""
+        """Metadata of one step, its persistent buffers written over their whole padded extent.
+
+        With `for_capture`, bounds are the worst case that the graph must serve.
+        """
         ...
 
     def forward(self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: Any) -> Tensor:
         """Attend to the cache, which holds this step's keys and values already.
 
         q: [tokens, heads, head_dim], cache: [2, num_blocks, block_size, kv_heads, head_dim];
-        returns the shape of q.
+        returns the shape of q. Rows of padded tokens come out as zeros.
         """
         ...
 
 
-@dataclass(frozen=True)
-class ForwardContext:
+class ForwardContext(Protocol):
     """What a model's layers need beside their inputs; passed down, never a global."""
+
+    def attend(self, layer: int, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store keys and values, and attend; shapes [tokens, heads, head_dim]."""
+        ...
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """Attention over the paged cache, right where it is called."""
 
     backend: AttentionBackend
     metadata: Any
     slot_mapping: Tensor  # [tokens] int64
     kv_caches: list[Tensor]  # one a layer
+
+    def attend(self, layer: int, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache = self.kv_caches[layer]
+        store_kv(k, v, cache, self.slot_mapping)
+        return self.backend.forward(shape, q, cache, self.metadata)

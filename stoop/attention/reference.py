@@ -4,8 +4,13 @@ A step is cut into tiles: runs of neighbouring rows with equal query lengths and
 lengths. For a tile, keys and values are gathered out of their pages and one masked product serves
 all its rows. The tile plan (which slots to gather, which pairs to mask) depends on the batch, not
 on the layer, so the first layer makes it and the others use it again.
+
+On a CPU both the plan and the attention are operations that read lengths when they run, so that a
+captured graph serves any lengths. On a GPU reading them would mean waiting, so the plan is made
+from host bounds and cannot be captured.
 """
 
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,13 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoop.attention.base import AttentionShape, GraphSupport
+from stoop.attention.base import AttentionShape
 from stoop.batch.input_batch import InputBatch
+from stoop.graph.support import GraphSupport
+from stoop.ops.library import register
 
 # A tile's query length is cut here: it bounds the mask, and lets a window skip old keys.
 MAX_TILE_QUERIES = 512
 # Rows join a tile while the padding that they cause stays below this share of it.
 MAX_TILE_PADDING = 0.25
+FULL_ATTENTION = 0  # the window of layers that have none
 
 
 @dataclass(frozen=True)
@@ -32,30 +40,41 @@ class Tile:
     causal: bool  # the mask is plain causality over equal lengths
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """What tiles are cut by. On a CPU exact; on a GPU `seq_lens` are upper bounds."""
+
+    query_lens: np.ndarray  # [num_reqs]
+    seq_lens: np.ndarray  # [num_reqs]
+
+
 @dataclass
 class ReferenceMetadata:
-    block_size: int
-    query_lens_cpu: np.ndarray  # [num_reqs]
-    seq_lens_cpu: np.ndarray  # [num_reqs] upper bounds
+    query_start_loc: Tensor  # [num_reqs + 1] int32
     seq_lens: Tensor  # [num_reqs] int32
     block_rows: Tensor  # [num_reqs, max_blocks] int32
-    # Made by the first layer of each window: {window: tiles}.
-    plans: dict[int | None, list[Tile]] = field(default_factory=dict)
+    planned: set[int] = field(default_factory=set)  # windows whose plan this step has made
 
 
 class ReferenceBackend:
     name = "reference"
-    graph_support = GraphSupport.NEVER
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
+        self.reads_lengths = device.type == "cpu"
+        self.graph_support = GraphSupport.ALWAYS if self.reads_lengths else GraphSupport.NEVER
+        self.plans: dict[int, list[Tile]] = {}  # by window; of the step that was planned last
+        self.host_lengths: Lengths | None = None
+        # Stands for `plans` where operations declare what they read and write.
+        self.plan_version = torch.zeros(1, dtype=torch.int64, device=device)
+        self.handle = _register_backend(self)
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> ReferenceMetadata:
-        num_reqs = batch.num_reqs
+        num_reqs = batch.num_reqs_padded
+        if not self.reads_lengths:
+            self.host_lengths = Lengths(batch.query_lens_cpu, batch.seq_lens_cpu_upper_bound)
         return ReferenceMetadata(
-            block_size=self.block_size,
-            query_lens_cpu=batch.query_lens_cpu,
-            seq_lens_cpu=batch.seq_lens_cpu_upper_bound,
+            query_start_loc=batch.rows.query_start_loc[: num_reqs + 1],
             seq_lens=batch.step.seq_lens[:num_reqs],
             block_rows=batch.step.block_rows[:num_reqs],
         )
@@ -63,112 +82,187 @@ class ReferenceBackend:
     def forward(
         self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: ReferenceMetadata
     ) -> Tensor:
-        tiles = metadata.plans.get(shape.window)
-        if tiles is None:
-            tiles = plan_tiles(metadata, shape.window, q.dtype)
-            metadata.plans[shape.window] = tiles
-        keys, values = cache.flatten(1, 2)  # [num_blocks * block_size, kv_heads, head_dim]
-        parts = [_attend(tile, shape, q, keys, values) for tile in tiles]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        window = shape.window or FULL_ATTENTION
+        if window not in metadata.planned:
+            plan_tiles(
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.block_rows,
+                self.plan_version,
+                q.dtype,
+                window,
+                self.handle,
+            )
+            metadata.planned.add(window)
+        out = q.new_empty(q.shape)
+        attend_tiles(q, cache, self.plan_version, shape.scale, window, self.handle, out)
+        return out
+
+    def lengths(self, query_start_loc: Tensor, seq_lens: Tensor) -> Lengths:
+        if self.reads_lengths:
+            return Lengths(np.diff(query_start_loc.numpy()), seq_lens.numpy())
+        assert self.host_lengths is not None
+        return self.host_lengths
 
 
-def _attend(tile: Tile, shape: AttentionShape, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    num_tokens = tile.num_rows * tile.query_len
-    queries = q[tile.first_token : tile.first_token + num_tokens]
-    queries = queries.view(tile.num_rows, tile.query_len, shape.num_heads, shape.head_dim)
-    pages = (tile.num_rows, -1, shape.num_kv_heads, shape.head_dim)
-    out = F.scaled_dot_product_attention(
+# A plan holds Python objects, which an operation cannot take; it gets a number instead.
+_BACKENDS: "weakref.WeakValueDictionary[int, ReferenceBackend]" = weakref.WeakValueDictionary()
+
+
+def _register_backend(backend: ReferenceBackend) -> int:
+    handle = id(backend)
+    _BACKENDS[handle] = backend
+    return handle
+
+
+@register(
+    "plan_tiles(Tensor query_start_loc, Tensor seq_lens, Tensor block_rows, "
+    "Tensor(a!) version, ScalarType dtype, int window, int backend) -> ()"
+)
+def plan_tiles(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_rows: Tensor,
+    version: Tensor,
+    dtype: torch.dtype,
+    window: int,
+    backend: int,
+) -> None:
+    """Cut the batch into tiles for the layers of one window."""
+    owner = _BACKENDS[backend]
+    lengths = owner.lengths(query_start_loc, seq_lens)
+    planner = _Planner(lengths, seq_lens, block_rows, owner.block_size, window)
+    owner.plans[window] = planner.tiles(dtype)
+    version.add_(1)
+
+
+@register(
+    "attend_tiles(Tensor q, Tensor cache, Tensor version, float scale, int window, "
+    "int backend, Tensor(a!) out) -> ()"
+)
+def attend_tiles(
+    q: Tensor,
+    cache: Tensor,
+    version: Tensor,
+    scale: float,
+    window: int,
+    backend: int,
+    out: Tensor,
+) -> None:
+    """Attend by the plan; tokens of no tile are padding and come out as zeros."""
+    keys, values = cache.flatten(1, 2)  # [num_blocks * block_size, kv_heads, head_dim]
+    end = 0
+    for tile in _BACKENDS[backend].plans[window]:
+        end = tile.first_token + tile.num_rows * tile.query_len
+        out[tile.first_token : end] = _attend(tile, q[tile.first_token : end], keys, values, scale)
+    out[end:].zero_()
+
+
+def _attend(tile: Tile, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = keys.shape[1]
+    queries = q.view(tile.num_rows, tile.query_len, num_heads, head_dim)
+    pages = (tile.num_rows, -1, num_kv_heads, head_dim)
+    attended = F.scaled_dot_product_attention(
         queries.transpose(1, 2),
         keys.index_select(0, tile.kv_slots).view(pages).transpose(1, 2),
         values.index_select(0, tile.kv_slots).view(pages).transpose(1, 2),
         attn_mask=tile.bias,
         is_causal=tile.causal,
-        scale=shape.scale,
-        enable_gqa=shape.num_heads != shape.num_kv_heads,
+        scale=scale,
+        enable_gqa=num_heads != num_kv_heads,
     )
-    return out.transpose(1, 2).reshape(num_tokens, shape.num_heads, shape.head_dim)
+    return attended.transpose(1, 2).reshape(q.shape)
 
 
-def plan_tiles(metadata: ReferenceMetadata, window: int | None, dtype: torch.dtype) -> list[Tile]:
-    """Cut the batch into tiles. Shapes come from host bounds, contents from the device."""
-    tiles: list[Tile] = []
-    first_token = 0
-    for start, stop in _runs(metadata.query_lens_cpu, metadata.seq_lens_cpu):
-        query_len = int(metadata.query_lens_cpu[start])
-        for offset in range(0, query_len, MAX_TILE_QUERIES):
-            piece = min(MAX_TILE_QUERIES, query_len - offset)
-            builder = _TileBuilder(metadata, slice(start, stop), window)
-            tiles.append(builder.build(first_token, offset, piece, dtype))
-            first_token += (stop - start) * piece
-    return tiles
+class _Planner:
+    """Shapes of tiles come from `lengths`, contents from the device."""
 
-
-def _runs(query_lens: np.ndarray, seq_lens: np.ndarray) -> list[tuple[int, int]]:
-    """Neighbouring rows [start, stop) that share a tile; long queries stay alone."""
-    runs: list[tuple[int, int]] = []
-    start = 0
-    for row in range(1, len(query_lens) + 1):
-        if row < len(query_lens) and _fits(query_lens, seq_lens, start, row):
-            continue
-        runs.append((start, row))
-        start = row
-    return runs
-
-
-def _fits(query_lens: np.ndarray, seq_lens: np.ndarray, start: int, row: int) -> bool:
-    if query_lens[row] != query_lens[start] or query_lens[row] > MAX_TILE_QUERIES:
-        return False
-    lengths = seq_lens[start : row + 1]
-    padding = 1 - lengths.sum() / (lengths.max() * len(lengths))
-    return bool(padding <= MAX_TILE_PADDING)
-
-
-class _TileBuilder:
-    """Makes the tiles of one run of rows."""
-
-    def __init__(self, metadata: ReferenceMetadata, rows: slice, window: int | None) -> None:
-        self.bounds = metadata.seq_lens_cpu[rows]
-        self.row_query_len = int(metadata.query_lens_cpu[rows.start])
-        self.seq_lens = metadata.seq_lens[rows].long()  # [rows]
-        self.block_rows = metadata.block_rows[rows]
-        self.block_size = metadata.block_size
+    def __init__(
+        self,
+        lengths: Lengths,
+        seq_lens: Tensor,
+        block_rows: Tensor,
+        block_size: int,
+        window: int,
+    ) -> None:
+        # Padding has no queries. It stands behind the live rows.
+        self.num_rows = int(np.count_nonzero(lengths.query_lens))
+        self.query_lens = lengths.query_lens[: self.num_rows]
+        self.bounds = lengths.seq_lens[: self.num_rows]
+        self.seq_lens = seq_lens
+        self.block_rows = block_rows
+        self.block_size = block_size
         self.window = window
 
-    def build(self, first_token: int, offset: int, query_len: int, dtype: torch.dtype) -> Tile:
-        """The tile of queries [offset, offset + query_len) of each row."""
-        num_after = self.row_query_len - offset - query_len  # queries past this tile's
-        last = self.seq_lens - num_after  # [rows]: just past the tile's last query
+    def tiles(self, dtype: torch.dtype) -> list[Tile]:
+        tiles: list[Tile] = []
+        first_token = 0
+        for rows in self._runs():
+            row_query_len = int(self.query_lens[rows.start])
+            for offset in range(0, row_query_len, MAX_TILE_QUERIES):
+                query_len = min(MAX_TILE_QUERIES, row_query_len - offset)
+                num_after = row_query_len - offset - query_len
+                tiles.append(self._tile(rows, first_token, query_len, num_after, dtype))
+                first_token += (rows.stop - rows.start) * query_len
+        return tiles
+
+    def _runs(self) -> list[slice]:
+        """Neighbouring rows that share a tile; long queries stay alone."""
+        runs: list[slice] = []
+        start = 0
+        for row in range(1, self.num_rows + 1):
+            if row < self.num_rows and self._fits(start, row):
+                continue
+            runs.append(slice(start, row))
+            start = row
+        return runs
+
+    def _fits(self, start: int, row: int) -> bool:
+        query_lens = self.query_lens
+        if query_lens[row] != query_lens[start] or query_lens[row] > MAX_TILE_QUERIES:
+            return False
+        lengths = self.bounds[start : row + 1]
+        padding = 1 - lengths.sum() / (lengths.max() * len(lengths))
+        return bool(padding <= MAX_TILE_PADDING)
+
+    def _tile(
+        self, rows: slice, first_token: int, query_len: int, num_after: int, dtype: torch.dtype
+    ) -> Tile:
+        """`query_len` queries of each row, which has `num_after` more behind them."""
+        last = self.seq_lens[rows].long() - num_after  # [rows]: just past the last query
         # Keys that some query of the tile can see: from `first`, `kv_len` of them at most.
-        kv_len = int(self.bounds.max()) - num_after
+        kv_len = int(self.bounds[rows].max()) - num_after
         first = torch.zeros_like(last)
-        if self.window is not None:
+        if self.window:
             kv_len = min(kv_len, self.window + query_len - 1)
             first = (last - query_len - self.window + 1).clamp(min=0)
         key = first[:, None] + torch.arange(kv_len, device=last.device)  # [rows, kv_len]
         query = last[:, None] - query_len + torch.arange(query_len, device=last.device)
         seen = key[:, None, :] <= query[:, :, None]  # [rows, query_len, kv_len]
-        if self.window is not None:
+        if self.window:
             seen &= key[:, None, :] > query[:, :, None] - self.window
         # As many keys as queries: a prompt's start, whatever the bounds (a sequence is never
         # shorter than its queries).
-        unwindowed = self.window is None or self.window >= kv_len
-        causal = len(self.bounds) == 1 and query_len == kv_len and unwindowed
+        num_rows = rows.stop - rows.start
+        unwindowed = not self.window or self.window >= kv_len
+        causal = num_rows == 1 and query_len == kv_len and unwindowed
         return Tile(
             first_token=first_token,
-            num_rows=len(self.bounds),
+            num_rows=num_rows,
             query_len=query_len,
-            kv_slots=self._kv_slots(key, last),
-            bias=None if causal else self._bias(seen, dtype),
+            kv_slots=self._kv_slots(key, last, self.block_rows[rows]),
+            bias=None if causal else _bias(seen, dtype),
             causal=causal,
         )
 
-    def _kv_slots(self, key: Tensor, last: Tensor) -> Tensor:
+    def _kv_slots(self, key: Tensor, last: Tensor, block_rows: Tensor) -> Tensor:
         """Masked places past a row's end read its newest key again: finite, unlike a stale page."""
         position = torch.minimum(key, (last - 1).clamp(min=0)[:, None])  # [rows, kv_len]
-        blocks = self.block_rows.gather(1, position // self.block_size).long()
+        blocks = block_rows.gather(1, position // self.block_size).long()
         return (blocks * self.block_size + position % self.block_size).flatten()
 
-    @staticmethod
-    def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return bias.masked_fill_(~seen, float("-inf"))[:, None]
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return bias.masked_fill_(~seen, float("-inf"))[:, None]

@@ -7,18 +7,22 @@ import torch
 from torch import Tensor
 
 from stoop.batch.request_state import RequestState
-from stoop.core.step import PlannedRow, StepPlan
+from stoop.core.step import PlannedRow
 from stoop.ops.inputs import RowTensors, StepTensors, prepare_inputs
 
 
 @dataclass(frozen=True)
 class InputBatch:
-    """One step's inputs. Tensors are views of buffers whose addresses never change."""
+    """One step's inputs. Tensors are views of buffers whose addresses never change.
+
+    Padded counts are those of the graph that serves the batch; eagerly they are the batch's own.
+    """
 
     plan_rows: list[PlannedRow]
     num_reqs: int
     num_tokens: int
-    max_query_len: int
+    num_reqs_padded: int
+    num_tokens_padded: int
     query_lens_cpu: np.ndarray  # [num_reqs] int64, exact
     seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64
     rows: RowTensors  # whole buffers
@@ -27,27 +31,27 @@ class InputBatch:
     @property
     def max_seq_len(self) -> int:
         """The batch's own bound, never the model's limit."""
-        return int(self.seq_lens_cpu_upper_bound.max())
+        return int(self.seq_lens_cpu_upper_bound.max(initial=0))
 
     @property
     def input_ids(self) -> Tensor:
-        return self.step.input_ids[: self.num_tokens]
+        return self.step.input_ids[: self.num_tokens_padded]
 
     @property
     def positions(self) -> Tensor:
-        return self.step.positions[: self.num_tokens]
+        return self.step.positions[: self.num_tokens_padded]
 
     @property
     def slot_mapping(self) -> Tensor:
-        return self.step.slot_mapping[: self.num_tokens]
+        return self.step.slot_mapping[: self.num_tokens_padded]
 
     @property
     def last_token_indices(self) -> Tensor:
-        return self.step.last_token_indices[: self.num_reqs]
+        return self.step.last_token_indices[: self.num_reqs_padded]
 
     @property
-    def idx_mapping(self) -> Tensor:
-        return self.rows.idx_mapping[: self.num_reqs]
+    def row_slots(self) -> Tensor:
+        return self.step.row_slots[: self.num_reqs_padded]
 
 
 class InputBuffers:
@@ -74,15 +78,21 @@ class InputBuffers:
             block_rows=zeros(max_reqs, max_blocks, dtype=torch.int32),
             last_token_indices=zeros(max_reqs),
             samples=zeros(max_reqs, dtype=torch.bool),
+            row_slots=zeros(max_reqs),
         )
 
-    def load_rows(self, plan: StepPlan) -> InputBatch:
-        """Copy the plan's rows in, padded over the whole extent."""
-        num_reqs = len(plan.rows)
-        query_lens = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
-        seq_lens = np.array([row.seq_len for row in plan.rows], dtype=np.int64)
+    def load_rows(
+        self,
+        rows: list[PlannedRow],
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+    ) -> InputBatch:
+        """Copy a plan's rows in, padded over the whole extent. No rows: all is padding."""
+        num_reqs = len(rows)
+        query_lens = np.array([row.num_tokens for row in rows], dtype=np.int64)
+        seq_lens = np.array([row.seq_len for row in rows], dtype=np.int64)
         idx_mapping = np.full(self.max_reqs, -1, dtype=np.int64)
-        idx_mapping[:num_reqs] = [row.slot for row in plan.rows]
+        idx_mapping[:num_reqs] = [row.slot for row in rows]
         starts = np.zeros(self.max_reqs + 1, dtype=np.int32)
         starts[1 : num_reqs + 1] = np.cumsum(query_lens)
         starts[num_reqs + 1 :] = starts[num_reqs]
@@ -90,10 +100,11 @@ class InputBuffers:
         self._copy_in(self.rows.idx_mapping, idx_mapping)
         self._copy_in(self.rows.query_start_loc, starts)
         return InputBatch(
-            plan_rows=plan.rows,
+            plan_rows=rows,
             num_reqs=num_reqs,
             num_tokens=int(starts[-1]),
-            max_query_len=int(query_lens.max()),
+            num_reqs_padded=num_reqs if num_reqs_padded is None else num_reqs_padded,
+            num_tokens_padded=int(starts[-1]) if num_tokens_padded is None else num_tokens_padded,
             query_lens_cpu=query_lens,
             seq_lens_cpu_upper_bound=seq_lens,
             rows=self.rows,

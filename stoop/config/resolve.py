@@ -12,12 +12,14 @@ from stoop.config.schema import (
     Config,
     DeviceConfig,
     EngineOptions,
+    GraphConfig,
     LoadConfig,
     ModelSpec,
     ScheduleConfig,
 )
 
 ATTENTION_BACKENDS = ("reference",)
+GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 MIN_KV_BLOCKS = 2  # the null block and one to use
 
 
@@ -51,6 +53,7 @@ def resolve(options: EngineOptions, model: ModelSpec, folder: str, device: str) 
         cache=_cache(options),
         schedule=_schedule(options, model, device),
         attention_backend=options.attention_backend,
+        graph=_graph(options),
     )
 
 
@@ -80,6 +83,22 @@ def _cache(options: EngineOptions) -> CacheConfig:
         kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
         enable_prefix_caching=bool(options.enable_prefix_caching),
     )
+
+
+def _graph(options: EngineOptions) -> GraphConfig:
+    if options.graph_mode not in GRAPH_MODES:
+        raise ConfigError(unknown_name("graph_mode", options.graph_mode, list(GRAPH_MODES)))
+    if options.capture_sizes is None:
+        return GraphConfig(options.graph_mode)
+    try:
+        sizes = tuple(sorted({int(size) for size in str(options.capture_sizes).split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise ConfigError(
+            f"capture_sizes={options.capture_sizes!r}: use numbers of at least 1, such as 1,2,4,8"
+        )
+    return GraphConfig(options.graph_mode, sizes)
 
 
 def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> ScheduleConfig:

@@ -90,6 +90,12 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class GraphConfig:
+    mode: str = "none"
+    capture_sizes: tuple[int, ...] | None = None  # None: the defaults
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelSpec
     load: LoadConfig
@@ -97,6 +103,7 @@ class Config:
     cache: CacheConfig
     schedule: ScheduleConfig
     attention_backend: str = "reference"
+    graph: GraphConfig = GraphConfig()
 
 
 @dataclass(frozen=True)
@@ -148,3 +155,14 @@ class EngineOptions:
         default=None, metadata={"help": "bytes of the KV cache, such as 2GiB; overrides the share"}
     )
     attention_backend: str = field(default="reference", metadata={"help": "reference"})
+    graph_mode: str = field(
+        default="none",
+        metadata={
+            "help": "none, piecewise, full, full_decode_only, full_and_piecewise or step; "
+            "on a CPU graphs are for testing and not faster"
+        },
+    )
+    capture_sizes: str | None = field(
+        default=None,
+        metadata={"help": "sizes of batches to capture graphs for, such as 1,2,4,8"},
+    )

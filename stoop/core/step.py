@@ -42,6 +42,11 @@ class PlannedRow:
     def seq_len(self) -> int:
         return self.num_computed + self.num_tokens
 
+    @property
+    def decodes(self) -> bool:
+        """One new token behind the prompt. A prompt's last token alone is not a decode."""
+        return self.num_tokens == 1 and self.samples and self.num_computed >= self.num_prompt_tokens
+
 
 @dataclass(frozen=True)
 class StepPlan:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from stoop.attention.base import GraphSupport
+from stoop.graph.support import GraphSupport
 
 
 class RunMode(IntEnum):
@@ -60,6 +60,14 @@ _MIXED = {
 }
 
 
+class SamplingKind(Enum):
+    """How much sampling a graph of the whole step holds."""
+
+    GREEDY = "greedy"
+    NOISE = "temperature"  # a draw and nothing else
+    FULL = "sampling"  # every edit and filter
+
+
 @dataclass(frozen=True)
 class BatchExecutionDescriptor:
     """A batch's padded shape and the way it runs. Frozen and hashable: equal means the same graph.
@@ -71,7 +79,7 @@ class BatchExecutionDescriptor:
     num_tokens: int
     num_reqs: int | None = None  # None: any
     query_len: int | None = None  # of every request; None: any
-    greedy: bool | None = None  # STEP holds the sampling too; None: not a part of this graph
+    sampling: SamplingKind | None = None  # STEP holds the sampling too; None: not in the graph
 
     def __str__(self) -> str:
         parts = [self.mode.name, f"{self.num_tokens} tokens"]
@@ -79,6 +87,6 @@ class BatchExecutionDescriptor:
             parts.append(f"{self.num_reqs} reqs")
         if self.query_len is not None:
             parts.append(f"{self.query_len} a request")
-        if self.greedy is not None:
-            parts.append("greedy" if self.greedy else "sampling")
+        if self.sampling is not None:
+            parts.append(self.sampling.value)
         return " ".join(parts[:1]) + " " + ", ".join(parts[1:])

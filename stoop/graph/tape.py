@@ -22,10 +22,20 @@ from torch.utils._pytree import tree_map
 
 from stoop.graph.arena import Arena
 
-Call = Callable[[], object]
+Call = Callable[[Any], object]  # takes the context of the replay
+HostFunction = Callable[..., None]  # takes the context, then tensors
 
 # They share their argument's memory without saying so in their schema.
 _SILENT_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+_UNINITIALISED = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::new_empty",
+        "aten::empty_strided",
+        "aten::new_empty_strided",
+    }
+)
 _SYNCS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero"})
 _HOST_READS = ("tolist", "numpy", "__array__")
 
@@ -52,20 +62,27 @@ class _Entry:
     outputs: tuple[_Place, ...]  # empty for operations that write into their arguments
 
 
+@dataclass(frozen=True)
+class _HostEntry:
+    """A call that is made by Python in every replay, between the recorded pieces."""
+
+    function: HostFunction
+    tensors: tuple[Any, ...]
+
+
 class Tape:
     """A captured program. Tensors outside the arena are held, so that they are not freed."""
 
-    def __init__(self, calls: list[Call], num_bytes: int) -> None:
+    def __init__(self, calls: list[Call]) -> None:
         self._calls = calls
-        self.num_bytes = num_bytes  # of the arena, at the end of this capture
 
     def __len__(self) -> int:
         return len(self._calls)
 
     @torch.inference_mode()
-    def replay(self) -> None:
+    def replay(self, context: Any = None) -> None:
         for call in self._calls:
-            call()
+            call(context)
 
 
 class TapeBackend:
@@ -75,20 +92,33 @@ class TapeBackend:
 
     def __init__(self) -> None:
         self.arena = Arena()
+        self._recorder: _Recorder | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arena.num_bytes
 
     def capture(self, function: Callable[[], object]) -> Tape:
         self.arena.restart()
-        recorder = _Recorder(self.arena)
-        with torch.inference_mode(), _no_host_reads(), recorder:
-            function()
-        return Tape(recorder.calls(), self.arena.num_bytes)
+        self._recorder = _Recorder(self.arena)
+        try:
+            with torch.inference_mode(), _no_host_reads(), self._recorder:
+                function()
+            return Tape(self._recorder.calls())
+        finally:
+            self._recorder = None
+
+    def host_call(self, function: HostFunction, *tensors: Tensor) -> None:
+        """In a capture: leave this call to Python. It runs in every replay, on these tensors."""
+        assert self._recorder is not None, "only while capturing"
+        self._recorder.record_host_call(function, tensors)
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, arena: Arena) -> None:
         super().__init__()
         self.arena = arena
-        self.entries: list[_Entry] = []
+        self.entries: list[_Entry | _HostEntry] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,8 +138,12 @@ class _Recorder(TorchDispatchMode):
             return _returned(func, written)
         outputs = self._allocate(func, args, kwargs)
         flat = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
-        self._record(func, args, kwargs, flat)
+        if func.name().split(".")[0] not in _UNINITIALISED:
+            self._record(func, args, kwargs, flat)
         return outputs
+
+    def record_host_call(self, function: HostFunction, tensors: tuple[Tensor, ...]) -> None:
+        self.entries.append(_HostEntry(function, tuple(map(self._reference, tensors))))
 
     def calls(self) -> list[Call]:
         return [_bind(entry, self._tensor) for entry in self.entries]
@@ -217,19 +251,22 @@ def _to_meta(value: Any) -> Any:
 # ---- replay ----
 
 
-def _bind(entry: _Entry, tensor: Callable[[Any], Any]) -> Call:
+def _bind(entry: _Entry | _HostEntry, tensor: Callable[[Any], Any]) -> Call:
     """The recorded operation as a call that writes to its recorded addresses."""
+    if isinstance(entry, _HostEntry):
+        function, tensors = entry.function, tuple(map(tensor, entry.tensors))
+        return lambda context: function(context, *tensors)
     args, kwargs = tree_map(tensor, (entry.args, entry.kwargs))
     func = entry.func
     if not entry.outputs:
-        return lambda: func(*args, **kwargs)
+        return lambda context: func(*args, **kwargs)
     outputs = tuple(tensor(place) for place in entry.outputs)
     into, names = _out_variant(func)
     if into is not None and all(output.is_contiguous() for output in outputs):
         kwargs = kwargs | dict(zip(names, outputs, strict=True))
-        return lambda: into(*args, **kwargs)
+        return lambda context: into(*args, **kwargs)
 
-    def run_and_copy() -> None:
+    def run_and_copy(context: Any) -> None:
         results = func(*args, **kwargs)
         results = results if isinstance(results, list | tuple) else (results,)
         for output, result in zip(outputs, results, strict=True):

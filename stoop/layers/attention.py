@@ -9,7 +9,6 @@ from stoop.config.schema import ModelSpec
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import WeightSlot, prefixed
-from stoop.ops.kv_store import store_kv
 from stoop.ops.rope import apply_rope
 
 
@@ -46,9 +45,7 @@ class Attention(nn.Module):
             q, k = apply_rope(self.q_norm(q), *rotary), apply_rope(self.k_norm(k), *rotary)
         else:
             q, k = apply_rope(qk, *rotary).split((num_heads, num_kv_heads), dim=1)
-        cache = ctx.kv_caches[self.layer]
-        store_kv(k, v, cache, ctx.slot_mapping)
-        out = ctx.backend.forward(shape, q, cache, ctx.metadata)
+        out = ctx.attend(self.layer, shape, q, k, v)
         return self.o_proj(out.reshape(-1, self.q_size))
 
     def weight_slots(self) -> Iterator[WeightSlot]:

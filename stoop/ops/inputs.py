@@ -44,6 +44,7 @@ class StepTensors:
     block_rows: Tensor  # [max_reqs, max_blocks] int32; padding 0, the null block
     last_token_indices: Tensor  # [max_reqs] int64: a row's last token in the batch; padding 0
     samples: Tensor  # [max_reqs] bool: the row reaches its newest token; padding False
+    row_slots: Tensor  # [max_reqs] int64: `idx_mapping` with the sink for padding
 
 
 def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
@@ -51,6 +52,7 @@ def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block
     starts = rows.query_start_loc.long()  # [max_reqs + 1]
     row_slot = torch.where(rows.idx_mapping < 0, slots.sink, rows.idx_mapping)  # [max_reqs]
     row_live = rows.idx_mapping >= 0
+    out.row_slots.copy_(row_slot)
     query_lens = starts[1:] - starts[:-1]
 
     # Rows.
@@ -78,11 +80,10 @@ def commit_tokens(slots: SlotTensors, rows: RowTensors, step: StepTensors, sampl
 
     sampled: [max_reqs] int64, read where `step.samples`
     """
-    row_slot = torch.where(rows.idx_mapping < 0, slots.sink, rows.idx_mapping)
     starts = rows.query_start_loc.long()
-    slots.num_computed.index_add_(0, row_slot, starts[1:] - starts[:-1])
+    slots.num_computed.index_add_(0, step.row_slots, starts[1:] - starts[:-1])
     # A row that sampled nothing writes into the sink.
-    writer = torch.where(step.samples, row_slot, slots.sink)
+    writer = torch.where(step.samples, step.row_slots, slots.sink)
     where = slots.num_tokens[writer].clamp(max=slots.token_ids.shape[1] - 1)
     slots.token_ids[writer, where] = sampled.to(slots.token_ids.dtype)
-    slots.num_tokens.index_add_(0, row_slot, step.samples.long())
+    slots.num_tokens.index_add_(0, step.row_slots, step.samples.long())

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from stoop.ops.library import register
 
+
+@register("store_kv(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping) -> ()")
 def store_kv(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Put each token's key and value into its KV slot; slot -1 changes nothing.
 

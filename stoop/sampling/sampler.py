@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stoop.core.request import TokenRules
+from stoop.graph.descriptor import SamplingKind
 from stoop.ops import sampling as ops
 from stoop.ops.inputs import SlotTensors
 from stoop.sampling.state import SamplingState
@@ -23,7 +24,6 @@ class SamplingNeeds:
     min_p: bool = False
     top_p: bool = False
     top_k_width: int = 0  # the largest top_k; 0: no row has one; -1: only some have
-    num_logprobs: int = -1  # -1: none
 
     @staticmethod
     def of(rules: Iterable[TokenRules]) -> "SamplingNeeds":
@@ -39,7 +39,29 @@ class SamplingNeeds:
             min_p=any(p.min_p > 0 for p in noisy),
             top_p=any(p.top_p < 1 for p in noisy),
             top_k_width=_width([p.top_k for p in noisy]),
-            num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=-1),
+        )
+
+    @property
+    def kind(self) -> SamplingKind:
+        """The least of the kinds that serves this batch, scores aside."""
+        if self.edits_logits or self.min_p or self.filters:
+            return SamplingKind.FULL
+        return SamplingKind.NOISE if self.noise else SamplingKind.GREEDY
+
+    @staticmethod
+    def of_kind(kind: SamplingKind) -> "SamplingNeeds":
+        """Everything that a batch of this kind may need: what a graph must hold."""
+        if kind is SamplingKind.GREEDY:
+            return SamplingNeeds()
+        every = kind is SamplingKind.FULL
+        return SamplingNeeds(
+            noise=True,
+            bias=every,
+            penalties=every,
+            min_tokens=every,
+            bad_words=every,
+            min_p=every,
+            top_p=every,
         )
 
     @property
@@ -58,14 +80,6 @@ def _width(top_ks: list[int]) -> int:
     return max(top_ks) if all(top_ks) else -1
 
 
-@dataclass(frozen=True)
-class Sampled:
-    token_ids: Tensor  # [n] int64
-    score_ids: Tensor | None = None  # [n, 1 + num_logprobs] int64
-    scores: Tensor | None = None  # of the same shape
-    ranks: Tensor | None = None  # [n] int64
-
-
 class Sampler:
     def __init__(self, state: SamplingState, slots: SlotTensors) -> None:
         self.state = state
@@ -73,18 +87,15 @@ class Sampler:
 
     def sample(
         self, logits: Tensor, slot: Tensor, needs: SamplingNeeds, max_seq_len: int
-    ) -> Sampled:
-        """logits: [n, vocab_size], overwritten; slot: [n] of each row, the sink for padding."""
-        raw = logits.clone() if needs.num_logprobs >= 0 else logits
+    ) -> Tensor:
+        """One token a row: [n] int64.
+
+        logits: [n, vocab_size], overwritten; slot: [n] of each row, the sink for padding;
+        max_seq_len: no row that samples has more tokens
+        """
         if needs.edits_logits:
             self._edit(logits, slot, needs, max_seq_len)
-        if needs.noise:
-            token_ids = self._draw(logits, slot, needs)
-        else:
-            token_ids = logits.argmax(dim=1)
-        if needs.num_logprobs < 0:
-            return Sampled(token_ids)
-        return Sampled(token_ids, *ops.score(raw, token_ids, needs.num_logprobs))
+        return self._draw(logits, slot, needs) if needs.noise else logits.argmax(dim=1)
 
     def _edit(self, logits: Tensor, slot: Tensor, needs: SamplingNeeds, max_seq_len: int) -> None:
         state = self.state

@@ -2,48 +2,83 @@
 
 from torch import Tensor
 
-from stoop.core.step import RowResult, StepPlan, StepResult, TokenScores
+from stoop.batch.input_batch import InputBatch
+from stoop.core.step import PlannedRow, RowResult, StepResult, TokenScores
+from stoop.models.llama import LlamaModel
 from stoop.ops.sampling import score
-from stoop.sampling.sampler import Sampled
+
+# Rows of logits made at once when a whole prompt is scored.
+PROMPT_SCORE_ROWS = 128
 
 
-class PromptScores:
-    """Scores of successive prompt tokens, brought to the host piece by piece."""
+class ScoreReader:
+    """Log-probabilities, for the rows that asked, from the hidden states of the step.
 
-    def __init__(self) -> None:
-        self.rows: list[TokenScores] = []
+    They are made here again from hidden states, outside the phases, so that no graph holds them.
+    """
 
-    def add(self, logits: Tensor, targets: Tensor, num_best: int) -> None:
-        """logits: [n, vocab_size], targets: [n] int64"""
-        ids, logprobs, ranks = (t.tolist() for t in score(logits, targets, num_best))
-        self.rows += [TokenScores(*row) for row in zip(ids, logprobs, ranks, strict=True)]
+    def __init__(self, model: LlamaModel, hidden: Tensor, history: Tensor) -> None:
+        self.model = model
+        self.hidden = hidden  # [max_tokens, hidden_size]
+        self.history = history  # [slots + 1, max_model_len]: tokens by slot
+
+    def sampled(self, batch: InputBatch, token_ids: Tensor) -> list[TokenScores]:
+        """One entry a row, as rich as the row that asked for most; empty if none asked."""
+        asked = [row.rules.params.logprobs for row in batch.plan_rows]
+        num_best = max((count for count in asked if count is not None), default=-1)
+        if num_best < 0:
+            return []
+        last = batch.last_token_indices[: batch.num_reqs]
+        return self._score(self.hidden[last], token_ids, num_best)
+
+    def prompt(self, row: PlannedRow, first_token: int) -> list[TokenScores]:
+        """Scores of the prompt tokens that a chunk predicts: position p scores token p + 1.
+
+        first_token: the row's first token in the batch
+        """
+        asked = row.rules.params.prompt_logprobs
+        count = min(row.num_tokens, row.num_prompt_tokens - 1 - row.num_computed)
+        if asked is None or count <= 0:
+            return []
+        num_best = self.model.spec.vocab_size if asked == -1 else asked
+        known = self.history[row.slot, row.num_computed + 1 :]
+        targets = known[:count].long()
+        scores: list[TokenScores] = []
+        for start in range(0, count, PROMPT_SCORE_ROWS):
+            stop = min(count, start + PROMPT_SCORE_ROWS)
+            hidden = self.hidden[first_token + start : first_token + stop]
+            scores += self._score(hidden, targets[start:stop], num_best)
+        return scores
+
+    def _score(self, hidden: Tensor, chosen: Tensor, num_best: int) -> list[TokenScores]:
+        columns = score(self.model.logits(hidden), chosen, num_best)
+        return [TokenScores(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
-def collect(plan: StepPlan, sampled: Sampled, prompt_scores: dict[int, PromptScores]) -> StepResult:
-    """Read a step's outcome; this is where the host waits for the device."""
-    token_ids = sampled.token_ids.tolist()
-    scores = _scores(sampled)
+def collect(index: int, batch: InputBatch, sampled: Tensor, reader: ScoreReader) -> StepResult:
+    """Read a step's outcome; this is where the host waits for the device.
+
+    sampled: [max_reqs] int64
+    """
+    chosen = sampled[: batch.num_reqs]
+    token_ids = chosen.tolist()
+    scores = reader.sampled(batch, chosen)
     rows = []
-    for index, row in enumerate(plan.rows):
+    first_token = 0
+    for place, row in enumerate(batch.plan_rows):
         asked = row.rules.params.logprobs
         rows.append(
             RowResult(
                 request_id=row.request_id,
                 epoch=row.epoch,
-                token_ids=[token_ids[index]] if row.samples else [],
-                scores=[_cut(scores[index], asked)] if row.samples and asked is not None else [],
-                prompt_scores=prompt_scores[index].rows if index in prompt_scores else [],
+                token_ids=[token_ids[place]] if row.samples else [],
+                scores=[_cut(scores[place], asked)] if row.samples and asked is not None else [],
+                prompt_scores=reader.prompt(row, first_token),
                 prompt_scores_start=row.num_computed + 1,
             )
         )
-    return StepResult(plan.index, rows)
-
-
-def _scores(sampled: Sampled) -> list[TokenScores]:
-    if sampled.score_ids is None or sampled.scores is None or sampled.ranks is None:
-        return []
-    columns = (sampled.score_ids.tolist(), sampled.scores.tolist(), sampled.ranks.tolist())
-    return [TokenScores(*row) for row in zip(*columns, strict=True)]
+        first_token += row.num_tokens
+    return StepResult(index, rows)
 
 
 def _cut(scores: TokenScores, num_best: int) -> TokenScores:

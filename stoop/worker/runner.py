@@ -1,16 +1,17 @@
 """One device, one step: a plan in, a result out.
 
-The phases between `prepare` and `collect` are functions over persistent buffers, take no host
-decision, and are what a graph will capture.
+The phases (inputs, forward, verify, update) are functions over persistent buffers and take no host
+decision. A graph mode is a way of cutting that list: eager runs each, FULL replays the forward
+pass, STEP replays all four as one graph.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from stoop.attention.base import AttentionBackend, ForwardContext
+from stoop.attention.base import AttentionBackend, ForwardContext, PagedContext
 from stoop.attention.reference import ReferenceBackend
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
@@ -19,23 +20,25 @@ from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
 from stoop.core.kv_layout import KVLayout
 from stoop.core.step import PlannedRow, StepPlan, StepResult
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from stoop.graph.dispatch import BatchShape
 from stoop.models.loader import load_model
 from stoop.ops.inputs import commit_tokens
-from stoop.sampling.sampler import Sampled, Sampler, SamplingNeeds
+from stoop.sampling.sampler import Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
 from stoop.worker.device import prepare_device
+from stoop.worker.graphs import StepGraphs
 from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
-from stoop.worker.output import PromptScores, collect
-
-# Rows of logits made at once when a whole prompt is scored.
-PROMPT_SCORE_ROWS = 128
+from stoop.worker.output import ScoreReader, collect
 
 
 @dataclass(frozen=True)
 class Step:
-    """A batch on its way through the phases."""
+    """A batch, and how it goes through the phases."""
 
     batch: InputBatch
+    descriptor: BatchExecutionDescriptor
+    metadata: Any  # the attention backend's
     needs: SamplingNeeds
 
 
@@ -47,24 +50,27 @@ class ModelRunner:
         prepare_device(config.device.device, config.device.dtype)
         self.model = load_model(config, report)
         self._make_state(config)
-        self.backend: AttentionBackend = ReferenceBackend(self.block_size)
+        self.backend: AttentionBackend = ReferenceBackend(self.block_size, self.device)
         self.kv_layout = KVLayout.of(config.model, self.block_size, config.device.dtype)
         # A null block alone serves the dummy run that measures how much memory a step takes.
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, 1)
         free = free_bytes(config, self._profile_peak_bytes())
         self.num_blocks = count_kv_blocks(config, self.kv_layout, free)
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, self.num_blocks)
+        self.graphs = StepGraphs(self, config)
+        self.graphs.capture(report)
 
     def _make_state(self, config: Config) -> None:
         schedule, device = config.schedule, self.device
-        num_slots = schedule.max_num_seqs
+        num_slots, max_tokens = schedule.max_num_seqs, schedule.max_num_batched_tokens
         self.state = RequestState(num_slots, schedule.max_model_len, self.block_size, device)
         self.sampling_state = SamplingState.make(num_slots, device)
         self.sampler = Sampler(self.sampling_state, self.state.tensors)
-        self.buffers = InputBuffers(
-            num_slots, schedule.max_num_batched_tokens, self.state.max_blocks, device
-        )
+        self.buffers = InputBuffers(num_slots, max_tokens, self.state.max_blocks, device)
         self.staged = StagedWrites(device)
+        # What phases hand over to each other.
+        dtype = getattr(torch, config.device.dtype)
+        self.hidden = torch.zeros(max_tokens, config.model.hidden_size, dtype=dtype, device=device)
         self.sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     # ---- one step ----
@@ -72,12 +78,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         step = self.prepare(plan)
-        self.inputs()
-        hidden = self.forward(step.batch)
-        sampled = self.verify(hidden, step)
-        prompt_scores = self._score_prompts(hidden, step.batch)
-        self.update()
-        return collect(plan, sampled, prompt_scores)
+        self.run(step)
+        reader = ScoreReader(self.model, self.hidden, self.state.tensors.token_ids)
+        return collect(plan.index, step.batch, self.sampled, reader)
 
     def prepare(self, plan: StepPlan) -> Step:
         """Staged edits of slot state, and this step's rows, onto the device."""
@@ -87,63 +90,49 @@ class ModelRunner:
         for append in plan.block_appends:
             self.state.append_blocks(self.staged, append)
         self.staged.apply()
-        batch = self.buffers.load_rows(plan)
-        return Step(batch, SamplingNeeds.of(row.rules for row in plan.rows))
+        needs = SamplingNeeds.of(row.rules for row in plan.rows)
+        descriptor = self.graphs.dispatch(_shape(plan.rows, needs))
+        batch = self.buffers.load_rows(plan.rows, descriptor.num_reqs, descriptor.num_tokens)
+        return Step(batch, descriptor, self.backend.build(batch), needs)
+
+    def run(self, step: Step) -> None:
+        """The phases, cut as the descriptor says."""
+        mode = step.descriptor.mode
+        if mode is RunMode.STEP:
+            self.graphs.replay(step.descriptor)
+            return
+        self.inputs()
+        context = self.context(step.batch, step.metadata)
+        if mode is RunMode.NONE:
+            self.forward(step.batch, context)
+        else:
+            self.graphs.replay(step.descriptor, context)
+        self.verify(step.batch, step.needs, step.batch.max_seq_len)
+        self.update()
+
+    def context(self, batch: InputBatch, metadata: Any) -> PagedContext:
+        return PagedContext(self.backend, metadata, batch.slot_mapping, self.kv_caches)
+
+    # ---- phases ----
 
     def inputs(self) -> None:
         """I: ids, positions, lengths and KV slots out of slot state."""
         self.buffers.fill(self.state, self.block_size)
 
-    def forward(self, batch: InputBatch) -> Tensor:
-        """C: [num_tokens, hidden_size]."""
-        context = ForwardContext(
-            backend=self.backend,
-            metadata=self.backend.build(batch),
-            slot_mapping=batch.slot_mapping,
-            kv_caches=self.kv_caches,
-        )
-        hidden: Tensor = self.model(batch.input_ids, batch.positions, context)
-        return hidden
+    def forward(self, batch: InputBatch, context: ForwardContext) -> None:
+        """C: hidden states of all tokens."""
+        hidden = self.model(batch.input_ids, batch.positions, context)
+        self.hidden[: batch.num_tokens_padded].copy_(hidden)
 
-    def verify(self, hidden: Tensor, step: Step) -> Sampled:
+    def verify(self, batch: InputBatch, needs: SamplingNeeds, max_seq_len: int) -> None:
         """V: logits of each row's last token, and a token from them."""
-        batch = step.batch
-        logits = self.model.logits(hidden[batch.last_token_indices])
-        sampled = self.sampler.sample(logits, batch.idx_mapping, step.needs, batch.max_seq_len)
-        self.sampled[: batch.num_reqs].copy_(sampled.token_ids)
-        return sampled
+        logits = self.model.logits(self.hidden[batch.last_token_indices])
+        token_ids = self.sampler.sample(logits, batch.row_slots, needs, max_seq_len)
+        self.sampled[: batch.num_reqs_padded].copy_(token_ids)
 
     def update(self) -> None:
         """U: counters and token history, on the device."""
         commit_tokens(self.state.tensors, self.buffers.rows, self.buffers.step, self.sampled)
-
-    # ---- prompt log-probabilities ----
-
-    def _score_prompts(self, hidden: Tensor, batch: InputBatch) -> dict[int, PromptScores]:
-        """By row, for those that asked: scores of the prompt tokens that this chunk predicts."""
-        scores = {}
-        starts = np.concatenate(([0], np.cumsum(batch.query_lens_cpu)))
-        for index, row in enumerate(batch.plan_rows):
-            if row.rules.params.prompt_logprobs is not None and row.num_computed < (
-                row.num_prompt_tokens - 1
-            ):
-                scores[index] = self._score_chunk(hidden, row, int(starts[index]))
-        return scores
-
-    def _score_chunk(self, hidden: Tensor, row: PlannedRow, start: int) -> PromptScores:
-        """Position p scores token p + 1, as long as that is of the prompt."""
-        count = min(row.num_tokens, row.num_prompt_tokens - 1 - row.num_computed)
-        first = row.num_computed + 1
-        targets = self.state.tensors.token_ids[row.slot, first : first + count].long()
-        asked = row.rules.params.prompt_logprobs
-        assert asked is not None
-        num_best = self.config.model.vocab_size if asked == -1 else asked
-        scores = PromptScores()
-        for offset in range(0, count, PROMPT_SCORE_ROWS):
-            stop = min(count, offset + PROMPT_SCORE_ROWS)
-            logits = self.model.logits(hidden[start + offset : start + stop])
-            scores.add(logits, targets[offset:stop], num_best)
-        return scores
 
     # ---- start-up ----
 
@@ -168,22 +157,31 @@ class ModelRunner:
         lengths = np.full(max_reqs, max_tokens // max_reqs, dtype=np.int64)
         lengths[: max_tokens % max_reqs] += 1
         lengths = lengths.clip(max=schedule.max_model_len)
-        num_tokens = int(lengths.sum())
-        step = self.buffers.step
+        rows, step = self.buffers.rows, self.buffers.step
         step.slot_mapping.fill_(-1)
+        step.row_slots.fill_(self.state.tensors.sink)
         step.seq_lens.copy_(torch.from_numpy(lengths))
+        rows.query_start_loc[1:].copy_(torch.from_numpy(lengths.cumsum()))
         batch = InputBatch(
             plan_rows=[],
             num_reqs=max_reqs,
-            num_tokens=num_tokens,
-            max_query_len=int(lengths.max()),
+            num_tokens=int(lengths.sum()),
+            num_reqs_padded=max_reqs,
+            num_tokens_padded=int(lengths.sum()),
             query_lens_cpu=lengths,
             seq_lens_cpu_upper_bound=lengths,
-            rows=self.buffers.rows,
+            rows=rows,
             step=step,
         )
-        hidden = self.forward(batch)
-        logits = self.model.logits(hidden[:max_reqs])
+        self.forward(batch, self.context(batch, self.backend.build(batch)))
         needs = SamplingNeeds(noise=True, top_p=True, penalties=True)
-        sink = torch.full((max_reqs,), self.state.tensors.sink, device=self.device)
-        self.sampler.sample(logits, sink, needs, schedule.max_model_len)
+        self.verify(batch, needs, schedule.max_model_len)
+
+
+def _shape(rows: list[PlannedRow], needs: SamplingNeeds) -> BatchShape:
+    return BatchShape(
+        num_reqs=len(rows),
+        num_tokens=sum(row.num_tokens for row in rows),
+        decode=all(row.decodes for row in rows),
+        sampling=needs.kind,
+    )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stoop.batch.input_batch import InputBuffers
 from stoop.batch.request_state import RequestState
-from stoop.core.step import PlannedRow, StepPlan
+from stoop.core.step import PlannedRow
 from stoop.ops.inputs import SlotTensors, commit_tokens
 from stoop.ops.kv_store import store_kv
 
@@ -30,9 +30,9 @@ class Row:
     num_known: int
 
 
-def plan_of(rows: list[Row]) -> StepPlan:
+def planned(rows: list[Row]) -> list[PlannedRow]:
     rules = make_rules()
-    planned = [
+    return [
         PlannedRow(
             f"r{row.slot}",
             0,
@@ -45,7 +45,6 @@ def plan_of(rows: list[Row]) -> StepPlan:
         )
         for row in rows
     ]
-    return StepPlan(1, planned)
 
 
 def random_rows(rng: random.Random) -> list[Row]:
@@ -96,6 +95,7 @@ def expected_step(slots: SlotTensors, rows: list[Row]) -> dict[str, list]:
         "block_rows": [[0] * MAX_BLOCKS for _ in range(SLOTS)],
         "last_token_indices": [0] * SLOTS,
         "samples": [False] * SLOTS,
+        "row_slots": [slots.sink] * SLOTS,
     }
     token = 0
     for index, row in enumerate(rows):
@@ -108,6 +108,7 @@ def expected_step(slots: SlotTensors, rows: list[Row]) -> dict[str, list]:
         out["seq_lens"][index] = row.num_computed + row.num_tokens
         out["block_rows"][index] = table
         out["last_token_indices"][index] = token - 1
+        out["row_slots"][index] = row.slot
         out["samples"][index] = row.num_computed + row.num_tokens == row.num_known
     return out
 
@@ -131,14 +132,13 @@ def test_inputs_equal_the_slow_twin_over_poisoned_buffers(seed: int) -> None:
     rows = random_rows(rng)
     state, buffers = random_state(rng, rows), poisoned_buffers()
     before = {f.name: getattr(state.tensors, f.name).clone() for f in fields(state.tensors)}
-    batch = buffers.load_rows(plan_of(rows))
+    batch = buffers.load_rows(planned(rows))
     buffers.fill(state, BLOCK)
     check_extents(buffers, state.tensors, rows)
     for name, value in before.items():  # phase I only reads slot state
         assert torch.equal(getattr(state.tensors, name), value), name
     assert batch.num_reqs == len(rows)
     assert batch.num_tokens == sum(r.num_tokens for r in rows)
-    assert batch.max_query_len == max(r.num_tokens for r in rows)
     assert batch.max_seq_len == max(r.num_computed + r.num_tokens for r in rows)
 
 
@@ -149,7 +149,7 @@ def test_nothing_of_a_large_step_remains_after_a_small_one() -> None:
     buffers = InputBuffers(SLOTS, MAX_TOKENS, MAX_BLOCKS, CPU)
     for rows in (large, small):
         state = random_state(rng, rows)
-        buffers.load_rows(plan_of(rows))
+        buffers.load_rows(planned(rows))
         buffers.fill(state, BLOCK)
         check_extents(buffers, state.tensors, rows)
 
@@ -159,7 +159,7 @@ def test_buffers_keep_their_addresses() -> None:
     tensors = [getattr(g, f.name) for g in (buffers.rows, buffers.step) for f in fields(g)]
     before = [t.data_ptr() for t in tensors]
     rows = [Row(1, 0, 5, 5)]
-    buffers.load_rows(plan_of(rows))
+    buffers.load_rows(planned(rows))
     buffers.fill(random_state(random.Random(1), rows), BLOCK)
     assert [t.data_ptr() for t in tensors] == before
 
@@ -167,7 +167,7 @@ def test_buffers_keep_their_addresses() -> None:
 def test_too_many_tokens_are_refused() -> None:
     buffers = InputBuffers(SLOTS, 4, MAX_BLOCKS, CPU)
     with pytest.raises(AssertionError):
-        buffers.load_rows(plan_of([Row(0, 0, 5, 5)]))
+        buffers.load_rows(planned([Row(0, 0, 5, 5)]))
 
 
 @SETTINGS
@@ -177,7 +177,7 @@ def test_commit_equals_the_slow_twin(seed: int) -> None:
     rows = random_rows(rng)
     state, buffers = random_state(rng, rows), poisoned_buffers()
     slots = state.tensors
-    buffers.load_rows(plan_of(rows))
+    buffers.load_rows(planned(rows))
     buffers.fill(state, BLOCK)
     sampled = torch.tensor([5000 + i for i in range(SLOTS)])
     tokens = slots.token_ids[:-1].tolist()
@@ -200,7 +200,7 @@ def test_commit_equals_the_slow_twin(seed: int) -> None:
 def test_last_token_of_a_full_history_is_written_at_its_end() -> None:
     rows = [Row(0, MAX_LEN - 2, 1, MAX_LEN - 1)]
     state, buffers = random_state(random.Random(2), rows), poisoned_buffers()
-    buffers.load_rows(plan_of(rows))
+    buffers.load_rows(planned(rows))
     buffers.fill(state, BLOCK)
     commit_tokens(state.tensors, buffers.rows, buffers.step, torch.full((SLOTS,), 4321))
     assert state.tensors.token_ids[0, -1] == 4321
@@ -249,7 +249,7 @@ def test_padded_tokens_of_a_step_leave_the_cache_alone(seed: int) -> None:
     table = torch.tensor(places, dtype=torch.int32).view(SLOTS, MAX_BLOCKS)
     state.tensors.block_table[:-1] = table
     state.tensors.block_table[-1] = 0
-    buffers.load_rows(plan_of(rows))
+    buffers.load_rows(planned(rows))
     buffers.fill(state, BLOCK)
     cache = torch.zeros(2, SLOTS * MAX_BLOCKS + 1, BLOCK, 1, 1)
     ones = torch.ones(MAX_TOKENS, 1, 1)

@@ -18,7 +18,7 @@ from stoop.core.request import TokenRules
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import Admission
 from stoop.ops import sampling as ops
-from stoop.sampling.sampler import Sampled, Sampler, SamplingNeeds
+from stoop.sampling.sampler import Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
 
 use_one_thread()
@@ -133,7 +133,8 @@ class Rig:
             self.state.admit(staged, slot, case.rules(seed=slot))
         staged.apply()
 
-    def sample(self, slots: list[int] | None = None) -> Sampled:
+    def sample(self, slots: list[int] | None = None) -> torch.Tensor:
+        """[n] token ids, one a case."""
         slots = list(range(len(self.cases))) if slots is None else slots
         logits = torch.tensor(np.stack([self.cases[s].logits for s in slots]), dtype=self.dtype)
         needs = SamplingNeeds.of(self.cases[s].rules() for s in slots)
@@ -209,7 +210,7 @@ def draw_many(cases: list[Case], dtype: torch.dtype) -> np.ndarray:
     for number in range(ROUNDS):
         count = len(rig.cases)
         rig.state.seeds[:count] = torch.arange(count) + 1_000_003 * number
-        rounds.append(rig.sample().token_ids.view(len(cases), COPIES).numpy())
+        rounds.append(rig.sample().view(len(cases), COPIES).numpy())
     return np.concatenate(rounds, axis=1)
 
 
@@ -228,25 +229,25 @@ def test_every_row_of_a_mixed_batch_follows_its_own_distribution(
 @pytest.mark.parametrize("index", range(len(CASES)), ids=list(FILTERS))
 def test_a_row_alone_draws_what_it_draws_among_others(index: int) -> None:
     rig = Rig(CASES)
-    mixed = rig.sample().token_ids
-    assert rig.sample([index]).token_ids[0] == mixed[index]
+    mixed = rig.sample()
+    assert rig.sample([index])[0] == mixed[index]
 
 
 def test_row_order_does_not_matter() -> None:
     rig = Rig(CASES)
-    mixed = rig.sample().token_ids.tolist()
+    mixed = rig.sample().tolist()
     for seed in range(5):
         order = random.Random(seed).sample(range(len(CASES)), len(CASES))
-        assert rig.sample(order).token_ids.tolist() == [mixed[slot] for slot in order]
+        assert rig.sample(order).tolist() == [mixed[slot] for slot in order]
 
 
 def test_same_seed_same_token_and_other_seeds_differ() -> None:
     case = with_logits(Case(sampling()), 0)
     rig = Rig([case] * 64)
     rig.state.seeds[:64] = 5
-    assert len(set(rig.sample().token_ids.tolist())) == 1
+    assert len(set(rig.sample().tolist())) == 1
     rig.state.seeds[:64] = torch.arange(64)
-    first, second = rig.sample().token_ids, rig.sample().token_ids
+    first, second = rig.sample(), rig.sample()
     assert torch.equal(first, second)
     assert len(set(first.tolist())) > 5
 
@@ -255,7 +256,7 @@ def test_noise_depends_on_the_position() -> None:
     cases = [with_logits(Case(sampling(), output=(4,) * length), 0) for length in range(25)]
     rig = Rig(cases)
     rig.state.seeds[:25] = 5
-    assert len(set(rig.sample().token_ids.tolist())) > 4
+    assert len(set(rig.sample().tolist())) > 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
@@ -295,7 +296,7 @@ def test_greedy_rows_of_a_mixed_batch_take_the_argmax() -> None:
     rows = [rng.normal(0, 1, VOCAB) for _ in range(40)]
     cases = [Case(sampling(temperature=0.0), logits=row) for row in rows]
     noisy = [Case(sampling(top_k=2, top_p=0.5, min_p=0.9, presence_penalty=1), logits=rows[0])]
-    found = Rig(cases + noisy).sample().token_ids[:40].tolist()
+    found = Rig(cases + noisy).sample()[:40].tolist()
     assert found == [int(row.argmax()) for row in rows]
 
 
@@ -303,7 +304,7 @@ TIED = np.array([0.0, 3.0, 1.0, 3.0, 3.0, 3.0, *[-1.0] * (VOCAB - 6)])
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert Rig([Case(sampling(temperature=0.0), logits=TIED)]).sample().token_ids.tolist() == [1]
+    assert Rig([Case(sampling(temperature=0.0), logits=TIED)]).sample().tolist() == [1]
 
 
 def test_greedy_takes_the_first_of_equals_in_any_batch() -> None:
@@ -311,7 +312,7 @@ def test_greedy_takes_the_first_of_equals_in_any_batch() -> None:
     greedy = [Case(sampling(temperature=0.0), logits=row) for row in rows]
     for top_k in (1, 2, 3):
         noisy = Case(sampling(top_k=top_k), logits=TIED)
-        found = Rig([*greedy, noisy]).sample().token_ids[: len(rows)].tolist()
+        found = Rig([*greedy, noisy]).sample()[: len(rows)].tolist()
         assert found == [int(row.argmax()) for row in rows]
 
 
@@ -320,8 +321,8 @@ def test_ties_at_the_edge_of_top_k_do_not_depend_on_the_batch() -> None:
     for other in (5, 9, 0):
         rig = Rig([case] * 30 + [Case(sampling(top_k=other), logits=TIED)])
         rig.state.seeds[:30] = torch.arange(30)
-        alone = rig.sample(list(range(30))).token_ids
-        assert torch.equal(rig.sample().token_ids[:30], alone)
+        alone = rig.sample(list(range(30)))
+        assert torch.equal(rig.sample()[:30], alone)
 
 
 # ---- filters, exactly ----
@@ -429,27 +430,19 @@ def test_top_p_of_one_keeps_everything() -> None:
 # ---- log-probabilities ----
 
 
-@pytest.mark.parametrize("num_best", [0, 1, 5, VOCAB])
+@pytest.mark.parametrize("num_best", [0, 1, 5, VOCAB, VOCAB + 7])
 def test_scores_are_log_softmax_of_the_raw_logits(num_best: int) -> None:
-    params = sampling(top_k=3, temperature=0.5, logit_bias={1: 9.0}, logprobs=num_best)
-    if num_best == 0:
-        params = params.replace(presence_penalty=1.0)
-    cases = [with_logits(Case(params), seed) for seed in range(6)]
-    found = Rig(cases).sample()
-    assert found.score_ids is not None and found.scores is not None and found.ranks is not None
-    assert found.score_ids.shape == found.scores.shape == (6, 1 + num_best)
-    for row, case in enumerate(cases):
-        exact = np.log(softmax(case.logits))
-        ids, token = found.score_ids[row].numpy(), int(found.token_ids[row])
-        assert ids[0] == token
-        np.testing.assert_allclose(found.scores[row].numpy(), exact[ids], rtol=1e-12)
-        assert ids[1:].tolist() == np.argsort(-exact)[:num_best].tolist()
-        assert int(found.ranks[row]) == 1 + int((exact > exact[token]).sum())
-
-
-def test_no_scores_unless_asked() -> None:
-    found = Rig([Case(sampling())]).sample()
-    assert found.scores is None and found.score_ids is None and found.ranks is None
+    raw = np.stack([with_logits(Case(sampling()), seed).logits for seed in range(6)])
+    chosen = torch.tensor([0, 3, 1, 7, 2, 5])
+    ids, scores, ranks = ops.score(torch.tensor(raw), chosen, num_best)
+    shown = min(num_best, VOCAB)
+    assert ids.shape == scores.shape == (6, 1 + shown)
+    for row, logits in enumerate(raw):
+        exact, token = np.log(softmax(logits)), int(chosen[row])
+        assert int(ids[row, 0]) == token
+        np.testing.assert_allclose(scores[row].numpy(), exact[ids[row].numpy()], rtol=1e-12)
+        assert ids[row, 1:].tolist() == np.argsort(-exact)[:shown].tolist()
+        assert int(ranks[row]) == 1 + int((exact > exact[token]).sum())
 
 
 # ---- rows that no model should make ----
@@ -469,12 +462,12 @@ def test_invariant_37_broken_rows_give_ids_in_range_and_harm_no_neighbour(kind: 
         for case in FILTERS.values()
     ]
     rig = Rig(CASES + broken)
-    found = rig.sample().token_ids
+    found = rig.sample()
     assert ((found >= 0) & (found < VOCAB)).all()
     healthy = list(range(len(CASES)))
-    assert torch.equal(found[: len(CASES)], rig.sample(healthy).token_ids)
+    assert torch.equal(found[: len(CASES)], rig.sample(healthy))
     for index in range(len(CASES), len(rig.cases)):
-        assert 0 <= int(rig.sample([index]).token_ids[0]) < VOCAB
+        assert 0 <= int(rig.sample([index])[0]) < VOCAB
 
 
 def test_bad_words_beyond_the_batchs_length_bound() -> None:
@@ -484,7 +477,7 @@ def test_bad_words_beyond_the_batchs_length_bound() -> None:
     logits = torch.zeros(1, VOCAB, dtype=torch.float64)
     needs = SamplingNeeds.of([long.rules()])
     found = rig.sampler.sample(logits, torch.tensor([0]), needs, max_seq_len=8)
-    assert 0 <= int(found.token_ids[0]) < VOCAB
+    assert 0 <= int(found[0]) < VOCAB
 
 
 # ---- mutants ----

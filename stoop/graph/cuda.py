@@ -1,0 +1,72 @@
+"""Captured programs on a CUDA device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoop.graph.tape import HostFunction
+
+Piece = Callable[[Any], object]
+
+
+class CudaProgram:
+    """Graphs to replay, with calls of Python between them."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def replay(self, context: Any = None) -> None:
+        for piece in self.pieces:
+            piece(context)
+
+
+class CudaGraphBackend:
+    """Captures with torch.cuda.CUDAGraph; all graphs share one memory pool."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+        self._program: CudaProgram | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.num_bytes = 0
+
+    def capture(self, function: Callable[[], object]) -> CudaProgram:
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        self._program = CudaProgram()
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
+                self._begin()
+                function()
+                self._end()
+            program = self._program
+        finally:
+            self._program = None
+        torch.cuda.synchronize(self.device)
+        self.num_bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
+        return program
+
+    def host_call(self, function: HostFunction, *tensors: Tensor) -> None:
+        """In a capture: end the graph here, leave this call to Python, go on in a new graph."""
+        assert self._program is not None, "only while capturing"
+        self._end()
+        self._program.pieces.append(lambda context: function(context, *tensors))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self.pool)
+
+    def _end(self) -> None:
+        graph, self._graph = self._graph, None
+        assert graph is not None and self._program is not None
+        graph.capture_end()
+        self._program.pieces.append(lambda context: graph.replay())

@@ -1,0 +1,62 @@
+"""From a batch's shape to the smallest graph that serves it, by a table made once."""
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKind
+
+
+def default_sizes(limit: int) -> list[int]:
+    """1, 2, 4, then ever larger steps, up to `limit` itself."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)}
+    sizes |= set(range(256, 513, 64))
+    return sorted({size for size in sizes if size < limit} | {min(limit, 512)})
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What decides how a batch runs."""
+
+    num_reqs: int
+    num_tokens: int
+    decode: bool  # every request has exactly the decode stride, and none is in its prompt
+    sampling: SamplingKind
+
+
+class Dispatcher:
+    """Decode batches go by their requests, all others by their tokens."""
+
+    def __init__(self, descriptors: Iterable[BatchExecutionDescriptor]) -> None:
+        self._decode: dict[SamplingKind | None, list[BatchExecutionDescriptor]] = {}
+        self._mixed: list[BatchExecutionDescriptor] = []
+        for descriptor in descriptors:
+            if descriptor.query_len is not None:
+                self._decode.setdefault(descriptor.sampling, []).append(descriptor)
+            else:
+                self._mixed.append(descriptor)
+        for group in (*self._decode.values(), self._mixed):
+            group.sort(key=lambda d: d.num_tokens)
+            sizes = [d.num_tokens for d in group]
+            assert len(set(sizes)) == len(sizes) and min(sizes, default=1) > 0, sizes
+
+    def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
+        """Decode graphs before mixed ones; eager where none fits."""
+        if shape.decode:
+            for sampling in (shape.sampling, None):
+                found = _fitting(self._decode.get(sampling, []), shape)
+                if found:
+                    return found
+        found = _fitting(self._mixed, shape)
+        return found or BatchExecutionDescriptor(RunMode.NONE, shape.num_tokens, shape.num_reqs)
+
+
+def _fitting(
+    group: list[BatchExecutionDescriptor], shape: BatchShape
+) -> BatchExecutionDescriptor | None:
+    """The smallest of a group, sorted by tokens, that holds the batch."""
+    first = bisect.bisect_left(group, shape.num_tokens, key=lambda d: d.num_tokens)
+    for descriptor in group[first:]:
+        if descriptor.num_reqs is None or descriptor.num_reqs >= shape.num_reqs:
+            return descriptor
+    return None

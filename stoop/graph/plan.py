@@ -1,0 +1,64 @@
+"""Which graphs to capture for a mode, and why not more."""
+
+import logging
+from dataclasses import dataclass
+
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode, SamplingKind
+from stoop.graph.dispatch import default_sizes
+from stoop.graph.support import GraphSupport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    max_reqs: int
+    max_tokens: int
+    query_len: int  # query tokens of a request in a decode batch
+    sizes: tuple[int, ...] | None  # asked for by the user; None: the defaults
+
+
+def plan_graphs(
+    mode: GraphMode, support: GraphSupport, limits: GraphLimits
+) -> list[BatchExecutionDescriptor]:
+    decode = mode.decode_mode(support, limits.query_len)
+    mixed = mode.mixed_mode(support)
+    log.info(
+        "graph mode %s: decode %s, mixed %s (the weakest attention backend declares %s)",
+        mode.value,
+        decode.name,
+        mixed.name,
+        support.name,
+    )
+    descriptors = []
+    if decode >= RunMode.FULL:
+        descriptors += _decode_descriptors(decode, limits)
+    if mixed is not RunMode.NONE or decode is RunMode.PIECEWISE:
+        descriptors += _mixed_descriptors(mixed if mixed is not RunMode.NONE else decode, limits)
+    return descriptors
+
+
+def _decode_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutionDescriptor]:
+    kinds: list[SamplingKind | None] = [None]
+    if mode is RunMode.STEP:
+        kinds = list(SamplingKind)
+    return [
+        BatchExecutionDescriptor(mode, reqs * limits.query_len, reqs, limits.query_len, kind)
+        for reqs in _sizes(limits, limits.max_reqs)
+        for kind in kinds
+    ]
+
+
+def _mixed_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutionDescriptor]:
+    return [
+        BatchExecutionDescriptor(
+            mode, tokens, min(tokens, limits.max_reqs) if mode is RunMode.FULL else None
+        )
+        for tokens in _sizes(limits, limits.max_tokens)
+    ]
+
+
+def _sizes(limits: GraphLimits, limit: int) -> list[int]:
+    if limits.sizes is None:
+        return default_sizes(limit)
+    return sorted({size for size in limits.sizes if size <= limit})
