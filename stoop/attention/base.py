@@ -7,10 +7,12 @@ between steps lives in persistent buffers; what depends on a batch lives in the 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.graph.support import GraphSupport
+from stoop.ops.inputs import SlotTensors
 from stoop.ops.kv_store import store_kv
 
 
@@ -25,9 +27,24 @@ class AttentionShape:
     window: int | None = None  # a token sees itself and window - 1 before it
 
 
+@dataclass(frozen=True)
+class AttentionSetup:
+    """What a backend is made for."""
+
+    device: torch.device
+    block_size: int
+    max_reqs: int
+    max_model_len: int
+    slots: SlotTensors
+
+
 class AttentionBackend(Protocol):
     name: str
     graph_support: GraphSupport
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Its persistent buffers, all written anew for every step."""
+        ...
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> Any:
         """Metadata of one step, its persistent buffers written over their whole padded extent.

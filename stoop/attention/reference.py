@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoop.attention.base import AttentionShape
+from stoop.attention.base import AttentionSetup, AttentionShape
 from stoop.batch.input_batch import InputBatch
 from stoop.graph.support import GraphSupport
 from stoop.ops.library import register
@@ -59,15 +59,19 @@ class ReferenceMetadata:
 class ReferenceBackend:
     name = "reference"
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
-        self.reads_lengths = device.type == "cpu"
+    def __init__(self, setup: AttentionSetup) -> None:
+        self.block_size = setup.block_size
+        self.reads_lengths = setup.device.type == "cpu"
         self.graph_support = GraphSupport.ALWAYS if self.reads_lengths else GraphSupport.NEVER
         self.plans: dict[int, list[Tile]] = {}  # by window; of the step that was planned last
         self.host_lengths: Lengths | None = None
         # Stands for `plans` where operations declare what they read and write.
-        self.plan_version = torch.zeros(1, dtype=torch.int64, device=device)
+        self.plan_version = torch.zeros(1, dtype=torch.int64, device=setup.device)
+        self.num_plans = 0
         self.handle = _register_backend(self)
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {"plan_version": self.plan_version}
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> ReferenceMetadata:
         num_reqs = batch.num_reqs_padded
@@ -133,7 +137,8 @@ def plan_tiles(
     lengths = owner.lengths(query_start_loc, seq_lens)
     planner = _Planner(lengths, seq_lens, block_rows, owner.block_size, window)
     owner.plans[window] = planner.tiles(dtype)
-    version.add_(1)
+    owner.num_plans += 1
+    version.fill_(owner.num_plans)
 
 
 @register(

@@ -1,6 +1,6 @@
 """The persistent buffers that every step reads, and one step's view of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ class InputBatch:
     seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64
     rows: RowTensors  # whole buffers
     step: StepTensors  # whole buffers
+
+    def without_padded_rows(self) -> "InputBatch":
+        """For phases that run eagerly behind a graph of the forward pass."""
+        return replace(self, num_reqs_padded=self.num_reqs)
 
     @property
     def max_seq_len(self) -> int:
@@ -77,7 +81,7 @@ class InputBuffers:
             seq_lens=zeros(max_reqs, dtype=torch.int32),
             block_rows=zeros(max_reqs, max_blocks, dtype=torch.int32),
             last_token_indices=zeros(max_reqs),
-            samples=zeros(max_reqs, dtype=torch.bool),
+            samples=zeros(max_reqs, dtype=torch.int32),
             row_slots=zeros(max_reqs),
         )
 

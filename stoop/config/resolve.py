@@ -18,7 +18,7 @@ from stoop.config.schema import (
     ScheduleConfig,
 )
 
-ATTENTION_BACKENDS = ("reference",)
+ATTENTION_BACKENDS = ("reference", "hostplan")
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 MIN_KV_BLOCKS = 2  # the null block and one to use
 
@@ -89,7 +89,7 @@ def _graph(options: EngineOptions) -> GraphConfig:
     if options.graph_mode not in GRAPH_MODES:
         raise ConfigError(unknown_name("graph_mode", options.graph_mode, list(GRAPH_MODES)))
     if options.capture_sizes is None:
-        return GraphConfig(options.graph_mode)
+        return GraphConfig(options.graph_mode, None, bool(options.sanitize))
     try:
         sizes = tuple(sorted({int(size) for size in str(options.capture_sizes).split(",")}))
     except ValueError:
@@ -98,7 +98,7 @@ def _graph(options: EngineOptions) -> GraphConfig:
         raise ConfigError(
             f"capture_sizes={options.capture_sizes!r}: use numbers of at least 1, such as 1,2,4,8"
         )
-    return GraphConfig(options.graph_mode, sizes)
+    return GraphConfig(options.graph_mode, sizes, bool(options.sanitize))
 
 
 def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> ScheduleConfig:

@@ -93,6 +93,7 @@ class ScheduleConfig:
 class GraphConfig:
     mode: str = "none"
     capture_sizes: tuple[int, ...] | None = None  # None: the defaults
+    sanitize: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,10 @@ class EngineOptions:
     kv_cache_memory: int | str | None = field(
         default=None, metadata={"help": "bytes of the KV cache, such as 2GiB; overrides the share"}
     )
-    attention_backend: str = field(default="reference", metadata={"help": "reference"})
+    attention_backend: str = field(
+        default="reference",
+        metadata={"help": "reference, or hostplan: planned on the host, for testing graphs"},
+    )
     graph_mode: str = field(
         default="none",
         metadata={
@@ -165,4 +169,8 @@ class EngineOptions:
     capture_sizes: str | None = field(
         default=None,
         metadata={"help": "sizes of batches to capture graphs for, such as 1,2,4,8"},
+    )
+    sanitize: bool = field(
+        default=False,
+        metadata={"help": "check every graph replay for stale reads and against eager; slow"},
     )

@@ -21,12 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from stoop.graph.arena import Arena
+from stoop.graph.operations import (
+    base_name,
+    is_composite,
+    is_view,
+    tensors_of,
+    written_arguments,
+)
 
 Call = Callable[[Any], object]  # takes the context of the replay
 HostFunction = Callable[..., None]  # takes the context, then tensors
 
-# They share their argument's memory without saying so in their schema.
-_SILENT_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
 _UNINITIALISED = frozenset(
     {
         "aten::empty",
@@ -125,20 +130,20 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         _refuse_uncapturable(func, args)
-        if _is_composite(func):
+        if is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if _is_view(func):
+        if is_view(func):
             return func(*args, **kwargs)
-        written = _written_arguments(func, args, kwargs)
+        written = written_arguments(func, args, kwargs)
         if written:
             self._record(func, args, kwargs, ())
             return _returned(func, written)
         outputs = self._allocate(func, args, kwargs)
         flat = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
-        if func.name().split(".")[0] not in _UNINITIALISED:
+        if base_name(func) not in _UNINITIALISED:
             self._record(func, args, kwargs, flat)
         return outputs
 
@@ -152,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         """Outputs without values, of the shapes that the operation would give."""
         device = torch.device("meta")
         meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
-        if "device" in meta_kwargs or not _has_tensor(args):
+        if "device" in meta_kwargs or not tensors_of(args, kwargs):
             meta_kwargs["device"] = device
         try:
             shapes = func(*meta_args, **meta_kwargs)
@@ -192,7 +197,7 @@ class _Recorder(TorchDispatchMode):
 
 def _refuse_uncapturable(func: Any, args: Any) -> None:
     tags = func.tags
-    if func.name().split(".")[0] in _SYNCS or torch.Tag.data_dependent_output in tags:
+    if base_name(func) in _SYNCS or torch.Tag.data_dependent_output in tags:
         raise CaptureError(f"{func} reads a value on the host, which a captured graph cannot do")
     if torch.Tag.dynamic_output_shape in tags and _depends_on_values(func, args):
         raise CaptureError(f"{func} has a shape that depends on values: use a fixed shape")
@@ -202,30 +207,9 @@ def _refuse_uncapturable(func: Any, args: Any) -> None:
 
 def _depends_on_values(func: Any, args: Any) -> bool:
     """Indexing has a fixed shape unless a mask selects."""
-    if func.name().split(".")[0] != "aten::index":
+    if base_name(func) != "aten::index":
         return True
     return any(index is not None and index.dtype == torch.bool for index in args[1])
-
-
-def _is_composite(func: Any) -> bool:
-    return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    )
-
-
-def _is_view(func: Any) -> bool:
-    if func.name().split(".")[0] in _SILENT_VIEWS:
-        return True
-    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
-
-
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    written = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [value for value in written if value is not None]
 
 
 def _returned(func: Any, written: list[Any]) -> Any:
@@ -234,12 +218,6 @@ def _returned(func: Any, written: list[Any]) -> Any:
     if num_returns == 0:
         return None
     return written[0] if num_returns == 1 else tuple(written[:num_returns])
-
-
-def _has_tensor(args: Any) -> bool:
-    found = []
-    tree_map(lambda value: found.append(value) if isinstance(value, Tensor) else None, args)
-    return bool(found)
 
 
 def _to_meta(value: Any) -> Any:

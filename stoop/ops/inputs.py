@@ -43,7 +43,7 @@ class StepTensors:
     seq_lens: Tensor  # [max_reqs] int32, this step's tokens included; padding 0
     block_rows: Tensor  # [max_reqs, max_blocks] int32; padding 0, the null block
     last_token_indices: Tensor  # [max_reqs] int64: a row's last token in the batch; padding 0
-    samples: Tensor  # [max_reqs] bool: the row reaches its newest token; padding False
+    samples: Tensor  # [max_reqs] int32: 1 if the row reaches its newest token; padding 0
     row_slots: Tensor  # [max_reqs] int64: `idx_mapping` with the sink for padding
 
 
@@ -82,8 +82,9 @@ def commit_tokens(slots: SlotTensors, rows: RowTensors, step: StepTensors, sampl
     """
     starts = rows.query_start_loc.long()
     slots.num_computed.index_add_(0, step.row_slots, starts[1:] - starts[:-1])
-    # A row that sampled nothing writes into the sink.
-    writer = torch.where(step.samples, step.row_slots, slots.sink)
+    # A row that sampled nothing writes a harmless token into the sink.
+    writer = torch.where(step.samples > 0, step.row_slots, slots.sink)
     where = slots.num_tokens[writer].clamp(max=slots.token_ids.shape[1] - 1)
-    slots.token_ids[writer, where] = sampled.to(slots.token_ids.dtype)
+    token_ids = torch.where(step.samples > 0, sampled, 0)
+    slots.token_ids[writer, where] = token_ids.to(slots.token_ids.dtype)
     slots.num_tokens.index_add_(0, step.row_slots, step.samples.long())

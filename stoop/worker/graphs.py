@@ -61,7 +61,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, report: Report | None = None) -> None:
-        self.attn_states = self.manager.capture(self._prepare, self._run, report)
+        self.attn_states = self.manager.capture(self.prepare, self.run, report)
 
     def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
         return self.manager.dispatch(shape)
@@ -71,14 +71,14 @@ class StepGraphs:
 
     # ---- capture ----
 
-    def _prepare(self, descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
+    def prepare(self, descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
         """A batch of nothing but padding, and fresh metadata for it."""
         batch = self._pad(descriptor)
         self.runner.inputs()
         metadata = self.runner.backend.build(batch, for_capture=True)
         return CapturedAttentionState(metadata, batch.slot_mapping)
 
-    def _run(self, descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
+    def run(self, descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
         """The phases that this descriptor's graph holds."""
         runner, batch = self.runner, self._batches[descriptor]
         if descriptor.mode is RunMode.PIECEWISE:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoop.attention.base import AttentionBackend, ForwardContext, PagedContext
-from stoop.attention.reference import ReferenceBackend
+from stoop.attention.base import AttentionBackend, AttentionSetup, ForwardContext, PagedContext
+from stoop.attention.registry import make_backend
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.batch.staging import StagedWrites
@@ -30,6 +30,7 @@ from stoop.worker.device import prepare_device
 from stoop.worker.graphs import StepGraphs
 from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
 from stoop.worker.output import ScoreReader, collect
+from stoop.worker.sanitized import StepSanitizer
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ModelRunner:
         prepare_device(config.device.device, config.device.dtype)
         self.model = load_model(config, report)
         self._make_state(config)
-        self.backend: AttentionBackend = ReferenceBackend(self.block_size, self.device)
+        self.backend = self._make_backend(config)
         self.kv_layout = KVLayout.of(config.model, self.block_size, config.device.dtype)
         # A null block alone serves the dummy run that measures how much memory a step takes.
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, 1)
@@ -59,6 +60,9 @@ class ModelRunner:
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, self.num_blocks)
         self.graphs = StepGraphs(self, config)
         self.graphs.capture(report)
+        self.sanitizer: StepSanitizer | None = None
+        if config.graph.sanitize:
+            self.sanitize()
 
     def _make_state(self, config: Config) -> None:
         schedule, device = config.schedule, self.device
@@ -73,6 +77,17 @@ class ModelRunner:
         self.hidden = torch.zeros(max_tokens, config.model.hidden_size, dtype=dtype, device=device)
         self.sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
+    def _make_backend(self, config: Config) -> AttentionBackend:
+        schedule = config.schedule
+        setup = AttentionSetup(
+            device=self.device,
+            block_size=self.block_size,
+            max_reqs=schedule.max_num_seqs,
+            max_model_len=schedule.max_model_len,
+            slots=self.state.tensors,
+        )
+        return make_backend(config.attention_backend, setup)
+
     # ---- one step ----
 
     @torch.inference_mode()
@@ -84,6 +99,8 @@ class ModelRunner:
 
     def prepare(self, plan: StepPlan) -> Step:
         """Staged edits of slot state, and this step's rows, onto the device."""
+        if self.sanitizer is not None:
+            self.sanitizer.begin_step()
         for admission in plan.admissions:
             self.state.admit(self.staged, admission)
             self.sampling_state.admit(self.staged, admission.slot, admission.rules)
@@ -98,17 +115,36 @@ class ModelRunner:
     def run(self, step: Step) -> None:
         """The phases, cut as the descriptor says."""
         mode = step.descriptor.mode
-        if mode is RunMode.STEP:
-            self.graphs.replay(step.descriptor)
+        if mode is not RunMode.NONE and self.sanitizer is not None:
+            self.sanitizer.run(step)
             return
-        self.inputs()
-        context = self.context(step.batch, step.metadata)
+        if mode is not RunMode.STEP:
+            self.inputs()
         if mode is RunMode.NONE:
-            self.forward(step.batch, context)
+            self.run_eagerly(step)
         else:
-            self.graphs.replay(step.descriptor, context)
-        self.verify(step.batch, step.needs, step.batch.max_seq_len)
+            self.replay(step)
+
+    def run_eagerly(self, step: Step) -> None:
+        """What follows the inputs, phase by phase; for STEP, the inputs too."""
+        batch, sampling = step.batch, step.descriptor.sampling
+        if sampling is not None:
+            self.inputs()
+        self.forward(batch, self.context(batch, self.backend.build(batch)))
+        if sampling is not None:
+            max_model_len = self.config.schedule.max_model_len
+            self.verify(batch, SamplingNeeds.of_kind(sampling), max_model_len)
+        else:
+            self.verify(batch.without_padded_rows(), step.needs, batch.max_seq_len)
         self.update()
+
+    def replay(self, step: Step) -> None:
+        """The same with the descriptor's graph in place of the phases that it holds."""
+        self.graphs.replay(step.descriptor, self.context(step.batch, step.metadata))
+        if step.descriptor.mode is not RunMode.STEP:
+            batch = step.batch.without_padded_rows()
+            self.verify(batch, step.needs, batch.max_seq_len)
+            self.update()
 
     def context(self, batch: InputBatch, metadata: Any) -> PagedContext:
         return PagedContext(self.backend, metadata, batch.slot_mapping, self.kv_caches)
@@ -126,15 +162,25 @@ class ModelRunner:
 
     def verify(self, batch: InputBatch, needs: SamplingNeeds, max_seq_len: int) -> None:
         """V: logits of each row's last token, and a token from them."""
-        logits = self.model.logits(self.hidden[batch.last_token_indices])
+        hidden = self.hidden[: batch.num_tokens_padded]
+        logits = self.model.logits(hidden[batch.last_token_indices])
         token_ids = self.sampler.sample(logits, batch.row_slots, needs, max_seq_len)
         self.sampled[: batch.num_reqs_padded].copy_(token_ids)
+        self.sampled[batch.num_reqs_padded :].zero_()
 
     def update(self) -> None:
         """U: counters and token history, on the device."""
         commit_tokens(self.state.tensors, self.buffers.rows, self.buffers.step, self.sampled)
 
     # ---- start-up ----
+
+    @torch.inference_mode()
+    def sanitize(self) -> None:
+        """From now on check every replay."""
+        sanitizer = StepSanitizer(self)
+        for descriptor in self.graphs.attn_states:
+            sanitizer.learn(descriptor)
+        self.sanitizer = sanitizer
 
     @torch.inference_mode()
     def _profile_peak_bytes(self) -> int:

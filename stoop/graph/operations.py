@@ -1,0 +1,49 @@
+"""What an operation does to its arguments, as its schema tells."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+# They share their argument's memory without saying so in their schema.
+_SILENT_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+_OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+
+
+def base_name(func: Any) -> str:
+    """`aten::add` of `aten::add.Tensor`."""
+    name: str = func.name().split(".")[0]
+    return name
+
+
+def is_composite(func: Any) -> bool:
+    """Made of other operations, which can be watched instead."""
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
+
+
+def is_view(func: Any) -> bool:
+    if base_name(func) in _SILENT_VIEWS:
+        return True
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return [value for value in tree_leaves(written) if isinstance(value, Tensor)]
+
+
+def overwrites(func: Any) -> bool:
+    """Whether written arguments are written whole, with no regard to what they held."""
+    writes_out = any(argument.is_out for argument in func._schema.arguments)
+    return writes_out or base_name(func) in _OVERWRITES or func.namespace == "stoop"
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]

@@ -1,0 +1,161 @@
+"""Finds captured graphs that read what nobody refreshed.
+
+Every persistent buffer declares a lifetime. Before a step, all buffers that live for one step are
+filled with a mark. What still bears the mark when a graph is about to read it was not written in
+this step: a stale read, reported with the buffer's name and the step that wrote it last.
+
+What a graph reads is learnt by watching its phases run eagerly once: elements that are read before
+the graph itself has written them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoop.graph.operations import (
+    is_composite,
+    is_view,
+    overwrites,
+    tensors_of,
+    written_arguments,
+)
+
+
+class Lifetime(Enum):
+    CONSTANT = "constant"  # weights, tables
+    SLOT = "slot"  # KV, block tables, request state
+    STEP = "step"  # inputs, metadata, what phases hand over
+
+
+@dataclass(frozen=True)
+class Buffer:
+    name: str
+    tensor: Tensor
+    lifetime: Lifetime
+
+
+class SanitizerError(RuntimeError):
+    """A captured graph is not what its phases are."""
+
+
+class StaleRead(SanitizerError):
+    def __init__(self, reader: str, buffer: str, written: int, step: int) -> None:
+        self.buffer = buffer
+        when = f"last written in step {written}" if written else "never written"
+        super().__init__(f"{reader}: `{buffer}` {when}, read in step {step}")
+
+
+class ReplayMismatch(SanitizerError):
+    def __init__(self, reader: str, buffer: str, step: int) -> None:
+        self.buffer = buffer
+        super().__init__(f"{reader}: `{buffer}` differs from the eager twin's in step {step}")
+
+
+class Sanitizer:
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        self.buffers = [b for b in buffers if b.lifetime is Lifetime.STEP]
+        self.step = 0
+        # By buffer: the step that wrote each element last, 0 for never.
+        self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int64) for b in self.buffers}
+        self._footprints: dict[Any, dict[str, Tensor]] = {}
+        self._mark_all()
+
+    def learn(self, key: Any, function: Callable[[], object]) -> None:
+        """Run a graph's phases once and remember which elements they rely on."""
+        watcher = _Watcher(self.buffers)
+        with watcher:
+            function()
+        self._footprints[key] = watcher.relied_on
+
+    def begin_step(self) -> None:
+        self._stamp_written()
+        self.step += 1
+        self._mark_all()
+
+    def check_reads(self, key: Any, reader: str) -> None:
+        """Refuse a replay that would read an element which this step has not written."""
+        for buffer in self.buffers:
+            stale = _marked(buffer.tensor) & self._footprints[key][buffer.name]
+            if bool(stale.any()):
+                written = int(self._stamps[buffer.name][stale].max())
+                raise StaleRead(reader, buffer.name, written, self.step)
+
+    def _stamp_written(self) -> None:
+        for buffer in self.buffers:
+            self._stamps[buffer.name][~_marked(buffer.tensor)] = self.step
+
+    def _mark_all(self) -> None:
+        for buffer in self.buffers:
+            buffer.tensor.fill_(_mark(buffer.tensor.dtype))
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    """A value that no phase writes, and that does harm as an index."""
+    if dtype.is_floating_point:
+        return -54304.0  # exact in every float type that we use
+    return 0x5A5A5A5A
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    return tensor == _mark(tensor.dtype)
+
+
+class _Watcher(TorchDispatchMode):
+    """Follows reads and writes of buffers, element by element."""
+
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        super().__init__()
+        self._buffers = {b.tensor.untyped_storage().data_ptr(): b for b in buffers}
+        self._written = {
+            b.name: torch.zeros_like(b.tensor, dtype=torch.bool) for b in self._buffers.values()
+        }
+        self.relied_on = {
+            b.name: torch.zeros_like(b.tensor, dtype=torch.bool) for b in self._buffers.values()
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if not is_view(func):
+            self._note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+        written = written_arguments(func, args, kwargs)
+        kept = set() if not overwrites(func) else {id(tensor) for tensor in written}
+        for tensor in tensors_of(args, kwargs):
+            if id(tensor) not in kept:
+                self._read(tensor)
+        for tensor in written:
+            self._write(tensor)
+
+    def _read(self, tensor: Tensor) -> None:
+        buffer = self._find(tensor)
+        if buffer is not None:
+            relied, written = self.relied_on[buffer.name], self._written[buffer.name]
+            part = _same_part(relied, tensor)
+            part |= ~_same_part(written, tensor)
+
+    def _write(self, tensor: Tensor) -> None:
+        buffer = self._find(tensor)
+        if buffer is not None:
+            _same_part(self._written[buffer.name], tensor).fill_(True)
+
+    def _find(self, tensor: Tensor) -> Buffer | None:
+        return self._buffers.get(tensor.untyped_storage().data_ptr())
+
+
+def _same_part(shadow: Tensor, tensor: Tensor) -> Tensor:
+    """The elements of a buffer's shadow that a view of the buffer shows."""
+    return shadow.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,113 @@
+"""A runner's step under the sanitizer: stale reads refused, replays compared with eager."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from stoop.core.kv_layout import NULL_BLOCK
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from stoop.graph.sanitizer import Buffer, Lifetime, ReplayMismatch, Sanitizer, SanitizerError
+
+if TYPE_CHECKING:
+    from stoop.worker.runner import ModelRunner, Step
+
+# A block id that no cache has: to read with it is an error, not a wrong answer.
+POISON_BLOCK = 2**30
+
+
+def declare_buffers(runner: "ModelRunner") -> list[Buffer]:
+    """Every persistent buffer that phases hand to each other, by lifetime."""
+    found = [Buffer("hidden", runner.hidden, Lifetime.STEP)]
+    found.append(Buffer("sampled", runner.sampled, Lifetime.STEP))
+    found += _fields(runner.buffers.rows, Lifetime.STEP)
+    found += _fields(runner.buffers.step, Lifetime.STEP)
+    for name, tensor in runner.backend.buffers().items():
+        found.append(Buffer(name, tensor, Lifetime.STEP))
+    found += _fields(runner.state.tensors, Lifetime.SLOT)
+    found += _fields(runner.sampling_state, Lifetime.SLOT)
+    for layer, cache in enumerate(runner.kv_caches):
+        found.append(Buffer(f"kv_cache {layer}", cache, Lifetime.SLOT))
+    return found
+
+
+def _fields(group: Any, lifetime: Lifetime) -> list[Buffer]:
+    return [Buffer(f.name, getattr(group, f.name), lifetime) for f in fields(group)]
+
+
+class StepSanitizer:
+    def __init__(self, runner: "ModelRunner") -> None:
+        self.runner = runner
+        self.buffers = declare_buffers(runner)
+        self.sanitizer = Sanitizer(self.buffers)
+
+    def learn(self, descriptor: BatchExecutionDescriptor) -> None:
+        """Watch a graph's phases on padding; what they rely on does not depend on the batch."""
+        graphs = self.runner.graphs
+        state = graphs.prepare(descriptor)
+        self.sanitizer.learn(descriptor, lambda: graphs.run(descriptor, state))
+
+    def begin_step(self) -> None:
+        self.sanitizer.begin_step()
+
+    def run(self, step: "Step") -> None:
+        """Replay, then the same phases eagerly from the same state; both must agree to the bit."""
+        runner, reader = self.runner, str(step.descriptor)
+        self._poison_block_tables(step)
+        if step.descriptor.mode is not RunMode.STEP:
+            runner.inputs()
+        self.sanitizer.check_reads(step.descriptor, reader)
+        before = self._snapshot()
+        runner.replay(step)
+        replayed = self._snapshot()
+        self._restore(before)
+        runner.run_eagerly(step)
+        eager = self._snapshot()
+        self._compare(reader, step, replayed, eager)
+        self._check_null_block(reader, before, replayed)
+
+    def _poison_block_tables(self, step: "Step") -> None:
+        """What a slot's former holder left behind its last block must not be walked."""
+        table = self.runner.state.tensors.block_table
+        for row in step.batch.plan_rows:
+            table[row.slot, -(-row.seq_len // self.runner.block_size) :] = POISON_BLOCK
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        return {b.name: b.tensor.clone() for b in self.buffers}
+
+    def _restore(self, snapshot: dict[str, Tensor]) -> None:
+        for buffer in self.buffers:
+            buffer.tensor.copy_(snapshot[buffer.name])
+
+    def _compare(
+        self, reader: str, step: "Step", replayed: dict[str, Tensor], eager: dict[str, Tensor]
+    ) -> None:
+        """Live parts only: what stands in padding and in the sink is nobody's."""
+        sink = self.runner.state.tensors.sink
+        batch = step.batch
+        live = {"hidden": batch.num_tokens, "sampled": batch.num_reqs}
+        for buffer in self.buffers:
+            if buffer.lifetime is Lifetime.SLOT:
+                end = None if buffer.name.startswith("kv_cache") else sink
+            elif buffer.name in live:
+                end = live[buffer.name]
+            else:
+                continue
+            if not _same_bits(replayed[buffer.name][:end], eager[buffer.name][:end]):
+                raise ReplayMismatch(reader, buffer.name, self.sanitizer.step)
+
+    def _check_null_block(
+        self, reader: str, before: dict[str, Tensor], after: dict[str, Tensor]
+    ) -> None:
+        for layer in range(len(self.runner.kv_caches)):
+            name = f"kv_cache {layer}"
+            if not _same_bits(before[name][:, NULL_BLOCK], after[name][:, NULL_BLOCK]):
+                raise SanitizerError(
+                    f"{reader}: the null block of `{name}` was written in step "
+                    f"{self.sanitizer.step}"
+                )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality that takes a NaN for equal to itself."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
