@@ -4,8 +4,8 @@ Every persistent buffer declares a lifetime. Before a step, all buffers that liv
 filled with a mark. What still bears the mark when a graph is about to read it was not written in
 this step: a stale read, reported with the buffer's name and the step that wrote it last.
 
-What a graph reads is learnt by watching its phases run eagerly once: elements that are read before
-the graph itself has written them.
+What a graph reads is learnt by watching its capture: elements that are read before the graph itself
+has written them.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stoop.graph.operations import (
     is_composite,
@@ -63,11 +63,11 @@ class Sanitizer:
         # By buffer: the step that wrote each element last, 0 for never.
         self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int64) for b in self.buffers}
         self._footprints: dict[Any, dict[str, Tensor]] = {}
-        self._mark_all()
 
     def learn(self, key: Any, function: Callable[[], object]) -> None:
-        """Run a graph's phases once and remember which elements they rely on."""
-        watcher = _Watcher(self.buffers)
+        """Watch a graph's phases and remember which elements they rely on."""
+        with _disable_current_modes():  # a capture around us must not record this
+            watcher = _Watcher(self.buffers)
         with watcher:
             function()
         self._footprints[key] = watcher.relied_on
@@ -128,7 +128,8 @@ class _Watcher(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if not is_view(func):
-            self._note(func, args, kwargs)
+            with _disable_current_modes():
+                self._note(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -61,7 +61,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, report: Report | None = None) -> None:
-        self.attn_states = self.manager.capture(self.prepare, self.run, report)
+        self.attn_states = self.manager.capture(self.prepare, self._run_watched, report)
 
     def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
         return self.manager.dispatch(shape)
@@ -77,6 +77,18 @@ class StepGraphs:
         self.runner.inputs()
         metadata = self.runner.backend.build(batch, for_capture=True)
         return CapturedAttentionState(metadata, batch.slot_mapping)
+
+    def _run_watched(
+        self, descriptor: BatchExecutionDescriptor, state: CapturedAttentionState
+    ) -> None:
+        """Under the sanitizer, learn what the graph reads: from its capture, or, as attention
+        between pieces runs outside it, from the warm-up of a piecewise one."""
+        sanitizer = self.runner.sanitizer
+        pieces = descriptor.mode is RunMode.PIECEWISE
+        if sanitizer is None or self.manager.capturing == pieces:
+            self.run(descriptor, state)
+        else:
+            sanitizer.watch(descriptor, lambda: self.run(descriptor, state))
 
     def run(self, descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
         """The phases that this descriptor's graph holds."""

@@ -58,11 +58,9 @@ class ModelRunner:
         free = free_bytes(config, self._profile_peak_bytes())
         self.num_blocks = count_kv_blocks(config, self.kv_layout, free)
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, self.num_blocks)
+        self.sanitizer = StepSanitizer(self) if config.graph.sanitize else None
         self.graphs = StepGraphs(self, config)
         self.graphs.capture(report)
-        self.sanitizer: StepSanitizer | None = None
-        if config.graph.sanitize:
-            self.sanitize()
 
     def _make_state(self, config: Config) -> None:
         schedule, device = config.schedule, self.device
@@ -173,14 +171,6 @@ class ModelRunner:
         commit_tokens(self.state.tensors, self.buffers.rows, self.buffers.step, self.sampled)
 
     # ---- start-up ----
-
-    @torch.inference_mode()
-    def sanitize(self) -> None:
-        """From now on check every replay."""
-        sanitizer = StepSanitizer(self)
-        for descriptor in self.graphs.attn_states:
-            sanitizer.learn(descriptor)
-        self.sanitizer = sanitizer
 
     @torch.inference_mode()
     def _profile_peak_bytes(self) -> int:

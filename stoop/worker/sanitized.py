@@ -1,5 +1,6 @@
 """A runner's step under the sanitizer: stale reads refused, replays compared with eager."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from stoop.graph.sanitizer import Buffer, Lifetime, ReplayMismatch, Sanitizer, S
 if TYPE_CHECKING:
     from stoop.worker.runner import ModelRunner, Step
 
+INPUTS = "inputs, eager"
 # A block id that no cache has: to read with it is an error, not a wrong answer.
 POISON_BLOCK = 2**30
 
@@ -40,12 +42,12 @@ class StepSanitizer:
         self.runner = runner
         self.buffers = declare_buffers(runner)
         self.sanitizer = Sanitizer(self.buffers)
+        runner.buffers.load_rows([])
+        self.sanitizer.learn(INPUTS, runner.inputs)
 
-    def learn(self, descriptor: BatchExecutionDescriptor) -> None:
-        """Watch a graph's phases on padding; what they rely on does not depend on the batch."""
-        graphs = self.runner.graphs
-        state = graphs.prepare(descriptor)
-        self.sanitizer.learn(descriptor, lambda: graphs.run(descriptor, state))
+    def watch(self, descriptor: BatchExecutionDescriptor, function: Callable[[], None]) -> None:
+        """Run what a capture runs, and learn what its graph will rely on."""
+        self.sanitizer.learn(descriptor, function)
 
     def begin_step(self) -> None:
         self.sanitizer.begin_step()
@@ -55,6 +57,7 @@ class StepSanitizer:
         runner, reader = self.runner, str(step.descriptor)
         self._poison_block_tables(step)
         if step.descriptor.mode is not RunMode.STEP:
+            self.sanitizer.check_reads(INPUTS, INPUTS)
             runner.inputs()
         self.sanitizer.check_reads(step.descriptor, reader)
         before = self._snapshot()
