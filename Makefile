@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in two sentences.
+export PROMPT := $(value PROMPT)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --disable-pip-version-check
@@ -12,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --disable-p
 .PHONY: run test lint clean
 
 run: $(VENV)/.run
-	$(BIN)/stoop generate --chat --prompt "$(PROMPT)" --max-tokens 96
+	$(BIN)/stoop generate --chat --prompt "$$PROMPT" --max-tokens 96
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,4 +1,4 @@
-"""stoop: LLM inference with speculative decoding inside CUDA graphs."""
+"""stoop: an LLM inference engine, exact, fast and readable."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,10 @@ __all__ = [
     "StoopError",
     "__version__",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -57,7 +57,8 @@ class LLM:
         """Answers in the order of the prompts.
 
         A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. Every prompt is
-        checked before any is run; `use_tqdm` shows a progress bar where there is a terminal.
+        checked before any is run, and a bad one refuses the call. `use_tqdm` shows a progress bar
+        where there is a terminal.
         """
         every = _as_list(prompts)
         params = _spread(sampling_params, len(every), SamplingParams())
@@ -83,7 +84,7 @@ class LLM:
         """Answer one conversation, or a list of them, through the model's chat template."""
         tokenizer = self.get_tokenizer()
         conversations: Sequence[Any] = messages
-        if messages and isinstance(messages[0], Mapping):
+        if not messages or isinstance(messages[0], Mapping):
             conversations = [messages]
         prompts = []
         for conversation in conversations:
@@ -98,6 +99,8 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """One request's output after each step; leaving the loop early stops the request."""
+        if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], int):
+            raise RequestError("stream takes one prompt: use generate for several")
         ids = self._add_all([prompt], [sampling_params or SamplingParams()], [0])
         yield from self._run(ids)
 
@@ -112,12 +115,27 @@ class LLM:
             for prompt, each, level in zip(prompts, params, priority, strict=True):
                 request_id = str(self._num_requests)
                 self._num_requests += 1
-                self.engine.add_request(request_id, prompt, each, level)
+                self._add(request_id, prompt, each, level, len(ids) if len(prompts) > 1 else None)
                 ids.append(request_id)
         except BaseException:
             self._abort(ids)
             raise
         return ids
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        place: int | None,
+    ) -> None:
+        try:
+            self.engine.add_request(request_id, prompt, params, priority)
+        except RequestError as error:
+            if place is None:
+                raise
+            raise RequestError(f"prompts[{place}]: {error}") from None
 
     def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these are done; whatever ends the loop early ends them too.

@@ -99,6 +99,18 @@ def measure_latency(
     return results
 
 
+def measure_modes(llms: dict[str, LLM], loads: list[Load], repeat: int) -> dict[str, list[float]]:
+    """Median seconds between tokens, by mode and load; modes take turns in every round."""
+    gaps: dict[str, list[list[float]]] = {mode: [[] for _ in loads] for mode in llms}
+    for turn in range(repeat + 1):
+        for place, load in enumerate(loads):
+            for mode, llm in llms.items():
+                result = run(llm, load)
+                if turn:  # the first round warms up
+                    gaps[mode][place] += [gap for trace in result.traces for gap in trace.gaps]
+    return {mode: [statistics.median(each) for each in columns] for mode, columns in gaps.items()}
+
+
 def run(llm: LLM, load: Load) -> RunResult:
     """Generate for all requests at once, noting when each token came."""
     engine = llm.engine

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from stoop.bench.offline import LatencyResult, RunResult, Trace
+from stoop.bench.offline import LatencyResult, Load, RunResult, Trace
 
 PERCENTILES = (50, 90, 99)
 
@@ -70,11 +70,42 @@ def print_latency(results: list[LatencyResult]) -> None:
             cells += [f"{record['transformers_tokens_per_s']:.1f}", f"{record['ratio']:.2f}x"]
         table.add_row(*cells)
     Console().print(table)
+    _warn_if_disturbed(results)
     Console().print(
         "[dim]scaling: tokens/s over batch 1; gap: ms between tokens; GB/s: reading the weights "
         "once a step takes this rate[/dim]"
     )
     _print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
+
+
+def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
+    """Milliseconds of a decode step by mode and context."""
+    table = Table(title=f"ms between tokens, batch {loads[0].num_requests}")
+    table.add_column("mode")
+    for load in loads:
+        table.add_column(f"context {load.input_len}", justify="right")
+    for mode, seconds in gaps.items():
+        table.add_row(mode, *(f"{value * 1000:.2f}" for value in seconds))
+    Console().print(table)
+    _print_json(
+        {
+            "bench": "graphs",
+            "batch_size": loads[0].num_requests,
+            "contexts": [load.input_len for load in loads],
+            "ms": {mode: [value * 1000 for value in row] for mode, row in gaps.items()},
+        }
+    )
+
+
+def _warn_if_disturbed(results: list[LatencyResult]) -> None:
+    """A p99 far from the median means that something else used the cores."""
+    for result in results:
+        speeds = [run.tokens_per_s for run in result.runs]
+        if max(speeds) > 1.25 * min(speeds):
+            Console().print(
+                f"[yellow]batch {result.load.num_requests}: rounds range from {min(speeds):.1f} to "
+                f"{max(speeds):.1f} tokens/s; the machine is not idle, measure again[/yellow]"
+            )
 
 
 def _latency_record(result: LatencyResult, single: float | None) -> dict[str, Any]:
@@ -86,6 +117,7 @@ def _latency_record(result: LatencyResult, single: float | None) -> dict[str, An
         "output_len": result.load.output_len,
         "runs": len(result.runs),
         "tokens_per_s": result.tokens_per_s,
+        "tokens_per_s_by_run": [run.tokens_per_s for run in result.runs],
         "speedup_over_batch_1": result.tokens_per_s / single if single else None,
         # Every step reads the weights once: the rate that this alone takes.
         "weight_gb_per_s": result.weight_bytes / times["itl_ms"]["p50"] / 1e6,

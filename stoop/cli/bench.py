@@ -12,7 +12,7 @@ bench = typer.Typer(
     help="Measure speed. The last line of the output is JSON.", no_args_is_help=True
 )
 
-Model = Annotated[str, typer.Argument(help="an embedded name, a folder, a GGUF file or a hub id")]
+Model = Annotated[str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")]
 InputLen = Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens of a request")]
 OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens of a request")]
 
@@ -65,11 +65,40 @@ def latency(
     print_latency(results)
 
 
+@bench.command()
+def graphs(
+    model: Model = "smollm2-135m",
+    modes: Annotated[
+        str, typer.Option(help="graph modes, with commas between")
+    ] = "none,piecewise,full,step",
+    contexts: Annotated[
+        str, typer.Option(help="prompt tokens, with commas between")
+    ] = "32,256,1024",
+    batch_size: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    output_len: OutputLen = 24,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds; modes take turns in each")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+) -> None:
+    """Milliseconds of a decode step in each graph mode, as the context grows."""
+    from stoop.bench.offline import Load, measure_modes
+    from stoop.bench.report import print_modes
+
+    loads = [Load(batch_size, context, output_len) for context in _sizes(contexts)]
+    longest = max(load.input_len for load in loads) + output_len
+    options = {"device": device, "dtype": dtype, "max_num_seqs": batch_size}
+    llms = {
+        mode: start_llm(model, {**options, "graph_mode": mode, "max_model_len": longest})
+        for mode in modes.split(",")
+    }
+    print_modes(loads, measure_modes(llms, loads, repeat))
+
+
 def _sizes(text: str) -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise ConfigError(f"--batch-size {text}: use numbers of at least 1, such as 1,8")
+        raise ConfigError(f"{text!r}: use numbers of at least 1 with commas between, such as 1,8")
     return sizes

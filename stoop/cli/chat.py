@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import engine_flags, sampling_flags
+from stoop.cli.options import sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
 from stoop.core.sampling_params import SamplingParams
@@ -14,11 +14,11 @@ from stoop.core.sampling_params import SamplingParams
 HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D leaves."
 
 
-@engine_flags
+@text_engine_flags
 @sampling_flags(temperature=0.7, top_p=0.95, max_tokens=512)
 def chat(
     model: Annotated[
-        str, typer.Argument(help="an embedded name, a folder, a GGUF file or a hub id")
+        str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")
     ] = "smollm2-135m",
     system: Annotated[
         str | None, typer.Option("--system", help="system prompt; default: the template's own")
@@ -27,8 +27,8 @@ def chat(
     sampling: SamplingParams = SamplingParams(),
 ) -> None:
     """Talk with a model. Answers stream; Ctrl-C stops the answer, not the program."""
-    if sampling.n != 1:
-        raise RequestError("a chat has one answer a turn: leave out -n")
+    if sampling.n != 1 or sampling.logprobs is not None:
+        raise RequestError("a chat shows one answer a turn: leave out -n and --logprobs")
     if sampling.seed is None:
         engine = {**engine, "seed": time.time_ns() % 2**31}  # a new conversation every time
     llm = start_llm(model, engine)
@@ -54,6 +54,8 @@ def _read_line() -> str | None:
         try:
             return input(prompt)
         except EOFError:
+            if prompt:
+                print()  # leave the shell a line of its own
             return None
         except KeyboardInterrupt:
             print(file=sys.stderr)
@@ -104,7 +106,8 @@ class Conversation:
                 return ids
             if len(self.turns) == 1:
                 raise RequestError(
-                    f"the message has {len(ids)} tokens and the model takes {limit}: shorten it"
+                    f"the message has {len(ids)} tokens and the model's {limit} leave no room for "
+                    "an answer: shorten it"
                 )
             del self.turns[: min(2, len(self.turns) - 1)]
             print("[the oldest turn was dropped to make room]", file=sys.stderr)

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import engine_flags, sampling_flags
+from stoop.cli.options import sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
 from stoop.core.outputs import RequestOutput
 from stoop.core.sampling_params import SamplingParams
 
 
-@engine_flags
+@text_engine_flags
 @sampling_flags(temperature=0.0, max_tokens=128)
 def generate(
     model: Annotated[
-        str, typer.Argument(help="an embedded name, a folder, a GGUF file or a hub id")
+        str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")
     ] = "smollm2-135m",
     prompt: Annotated[
         list[str], typer.Option("--prompt", "-p", help="may be repeated; - reads standard input")
@@ -37,6 +37,8 @@ def generate(
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
     if not prompts:
         raise RequestError('there is no prompt: add --prompt "your text"')
+    if sampling.logprobs is not None and not as_json:
+        raise RequestError("--logprobs shows only in JSON: add --json")
     llm = start_llm(model, engine)
     ready: list[Any] = list(prompts)
     if chat:
@@ -78,7 +80,7 @@ def _stream(llm: Any, prompt: Any, sampling: SamplingParams) -> RequestOutput:
 def _print_answers(prompts: list[str], outputs: list[RequestOutput]) -> None:
     for text, output in zip(prompts, outputs, strict=True):
         for answer in output.outputs:
-            print(f"--- {text!r} [{answer.index}], {answer.finish_reason}")
+            print(f"--- answer {answer.index + 1} to {text!r} (ended by {answer.finish_reason})")
             print(answer.text)
 
 
@@ -92,8 +94,12 @@ def _print_json(outputs: list[RequestOutput], seconds: float, metrics: dict[str,
     num_tokens = _num_tokens(outputs)
     print(
         json.dumps(
-            {"tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds}
-            | {"metrics": metrics}
+            {
+                "tokens": num_tokens,
+                "seconds": round(seconds, 6),
+                "tokens_per_s": round(num_tokens / seconds, 3),
+                "metrics": metrics,
+            }
         )
     )
 
@@ -105,7 +111,7 @@ def _summary(outputs: list[RequestOutput], seconds: float) -> str:
     wait = first - min(output.times.arrival for output in outputs)
     return (
         f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s "
-        f"(prompt of {num_prompt} tokens, first token after {wait * 1000:.0f} ms)"
+        f"(prompt tokens: {num_prompt}, first token after {wait * 1000:.0f} ms)"
     )
 
 

@@ -8,6 +8,7 @@ import typer
 
 from stoop.cli.bench import bench
 from stoop.cli.chat import chat
+from stoop.cli.check import check
 from stoop.cli.generate import generate
 from stoop.cli.pull import pull
 from stoop.config.environ import log_level
@@ -15,7 +16,7 @@ from stoop.config.errors import StoopError
 from stoop.version import __version__
 
 app = typer.Typer(
-    help="LLM inference with speculative decoding: fast, exact, readable.",
+    help="An LLM inference engine: exact, fast, readable.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(pull)
+app.command()(check)
 app.add_typer(bench, name="bench")
 
 
@@ -53,6 +55,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
+        print(file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
         sys.stderr.close()

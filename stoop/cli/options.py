@@ -39,15 +39,20 @@ SAMPLING_HELP = {
 }
 
 
-def engine_flags(command: Command) -> Command:
+def engine_flags(command: Command, without: tuple[str, ...] = ()) -> Command:
     """Add a flag for every field of `EngineOptions`; the command gets them as `engine`."""
-    fields = [f for f in dataclasses.fields(EngineOptions) if f.name != "model"]
+    fields = [f for f in dataclasses.fields(EngineOptions) if f.name not in ("model", *without)]
     hints = typing.get_type_hints(EngineOptions)
     parameters = [
         _parameter("engine", f.name, _flag_type(hints[f.name]), f.default, f.metadata["help"])
         for f in fields
     ]
     return _gather(command, "engine", parameters, dict)
+
+
+def text_engine_flags(command: Command) -> Command:
+    """For commands that deal in text alone."""
+    return engine_flags(command, without=("skip_tokenizer_init",))
 
 
 def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:

@@ -8,7 +8,7 @@ from stoop.cli.progress import StageProgress
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="an embedded name such as smollm2-135m, or a hub id")],
+    name: Annotated[str, typer.Argument(help="smollm2-135m, or a hub id")] = "smollm2-135m",
 ) -> None:
     """Fetch a model into the cache (STOOP_CACHE, or the user's cache folder)."""
     from stoop.checkpoint.fetch import pull as fetch

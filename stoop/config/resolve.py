@@ -44,7 +44,8 @@ def resolve(options: EngineOptions, model: ModelSpec, folder: str, device: str) 
         raise ConfigError(f"load_format={options.load_format!r}: use auto or dummy")
     if options.attention_backend not in ATTENTION_BACKENDS:
         raise ConfigError(
-            unknown_name("attention_backend", options.attention_backend, list(ATTENTION_BACKENDS))
+            f"attention_backend={options.attention_backend!r}: use "
+            f"{' or '.join(ATTENTION_BACKENDS)}"
         )
     return Config(
         model=model,
@@ -61,7 +62,7 @@ def _dtype(asked: str, model: ModelSpec) -> str:
     if asked == "auto":
         return model.dtype
     if asked not in DTYPES:
-        raise ConfigError(unknown_name("dtype", asked, ["auto", *DTYPES]))
+        raise ConfigError(f"dtype={asked!r}: use auto, {', '.join(DTYPES)}")
     return asked
 
 

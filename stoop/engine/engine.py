@@ -46,6 +46,8 @@ class Engine:
         """Queue a request; one that cannot be served as asked is refused whole."""
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority={priority!r}: use a whole number; lower is served first")
         text, token_ids = self.inputs.encode(prompt)
         rules = self.inputs.resolve(params, len(token_ids))
         requests = [

@@ -45,7 +45,7 @@ class InputProcessor:
         return None, self._check_ids(prompt)
 
     def _check_ids(self, token_ids: Any) -> list[int]:
-        if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
             raise RequestError(
                 f"a prompt is text or a list of token ids, not {type(token_ids).__name__}"
             )

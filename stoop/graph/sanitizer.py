@@ -61,7 +61,7 @@ class Sanitizer:
         self.buffers = [b for b in buffers if b.lifetime is Lifetime.STEP]
         self.step = 0
         # By buffer: the step that wrote each element last, 0 for never.
-        self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int64) for b in self.buffers}
+        self._stamps = {b.name: _shadow(b, torch.int64) for b in self.buffers}
         self._footprints: dict[Any, dict[str, Tensor]] = {}
 
     def learn(self, key: Any, function: Callable[[], object]) -> None:
@@ -80,14 +80,14 @@ class Sanitizer:
     def check_reads(self, key: Any, reader: str) -> None:
         """Refuse a replay that would read an element which this step has not written."""
         for buffer in self.buffers:
-            stale = _marked(buffer.tensor) & self._footprints[key][buffer.name]
+            stale = _marked(buffer.tensor).cpu() & self._footprints[key][buffer.name]
             if bool(stale.any()):
                 written = int(self._stamps[buffer.name][stale].max())
                 raise StaleRead(reader, buffer.name, written, self.step)
 
     def _stamp_written(self) -> None:
         for buffer in self.buffers:
-            self._stamps[buffer.name][~_marked(buffer.tensor)] = self.step
+            self._stamps[buffer.name][~_marked(buffer.tensor).cpu()] = self.step
 
     def _mark_all(self) -> None:
         for buffer in self.buffers:
@@ -111,12 +111,8 @@ class _Watcher(TorchDispatchMode):
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         super().__init__()
         self._buffers = {b.tensor.untyped_storage().data_ptr(): b for b in buffers}
-        self._written = {
-            b.name: torch.zeros_like(b.tensor, dtype=torch.bool) for b in self._buffers.values()
-        }
-        self.relied_on = {
-            b.name: torch.zeros_like(b.tensor, dtype=torch.bool) for b in self._buffers.values()
-        }
+        self._written = {b.name: _shadow(b, torch.bool) for b in self._buffers.values()}
+        self.relied_on = {b.name: _shadow(b, torch.bool) for b in self._buffers.values()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -155,6 +151,12 @@ class _Watcher(TorchDispatchMode):
 
     def _find(self, tensor: Tensor) -> Buffer | None:
         return self._buffers.get(tensor.untyped_storage().data_ptr())
+
+
+def _shadow(buffer: Buffer, dtype: torch.dtype) -> Tensor:
+    """On the host, so that keeping it up is no part of a CUDA graph being captured."""
+    assert buffer.tensor.is_contiguous(), buffer.name
+    return torch.zeros(buffer.tensor.shape, dtype=dtype)
 
 
 def _same_part(shadow: Tensor, tensor: Tensor) -> Tensor:

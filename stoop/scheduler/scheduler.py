@@ -84,8 +84,8 @@ class Scheduler:
             )
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
-        self._requests[request.request_id] = request
         insort(self.waiting, request, key=lambda r: r.order)
+        self._requests[request.request_id] = request
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request wherever it stands. Its late results will be ignored."""
@@ -137,7 +137,11 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """With nothing to do, nothing may be held. Counts only: this runs whenever work ends."""
-        assert not self.has_work and not self._requests
+        assert not self.has_work and not self._requests, (
+            len(self.waiting),
+            len(self.running),
+            list(self._requests),
+        )
         assert self.pool.num_free == self.pool.num_usable, (self.pool.num_free, self.pool.num_used)
         assert len(self._free_slots) == self.config.max_num_seqs
 

@@ -48,6 +48,12 @@ def count_kv_blocks(config: Config, layout: KVLayout, num_bytes_free: int) -> in
             useful = 2 * schedule.max_num_seqs * blocks_per_request + 1
             modest = max(CPU_KV_BYTES // layout.block_bytes, blocks_per_request + 1)
             num_blocks = min(num_blocks, useful, modest)
+    if num_blocks * layout.block_bytes > num_bytes_free:
+        raise ConfigError(
+            f"a KV cache of {num_blocks * layout.block_bytes / GIB:.1f} GiB is more than the "
+            f"{num_bytes_free / GIB:.1f} GiB that are free here: lower kv_cache_memory or "
+            "num_kv_blocks"
+        )
     if num_blocks - 1 < blocks_per_request:
         held = max(num_blocks - 1, 0) * cache.block_size
         raise ConfigError(

@@ -206,3 +206,39 @@ def test_chat_keeps_history(text_model: Path) -> None:
     assert twice.stdout.startswith(once.stdout)
     assert reset.stdout == once.stdout * 2
     assert twice.stdout != reset.stdout
+
+
+def test_check_proves_graphs_equal_and_ends_with_json() -> None:
+    done = run("check", "--modes", "step,piecewise", "--backends", "hostplan")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") >= 2
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record == {"cases": 18, "failed": 0, "failures": []}
+
+
+def test_check_fails_when_a_graph_is_wrong() -> None:
+    """A phase left out of the graph: exit code 1, and a failure that names the buffer."""
+    broken = (
+        "from stoop.worker.runner import ModelRunner; from stoop.worker.graphs import StepGraphs\n"
+        "run = StepGraphs.run\n"
+        "def without_update(self, descriptor, state):\n"
+        "    update, self.runner.update = self.runner.update, lambda: None\n"
+        "    run(self, descriptor, state)\n"
+        "    self.runner.update = update\n"
+        "StepGraphs.run = without_update\n"
+        "from stoop.cli.main import main; main()"
+    )
+    args = ["check", "--modes", "step", "--backends", "reference", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", broken, *args], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["failed"] > 0
+    assert "differs from the eager twin" in record["failures"][0]
+
+
+def test_check_refuses_unknown_modes() -> None:
+    done = run("check", "--modes", "fastest")
+    assert done.returncode == 2
+    assert "piecewise" in done.stderr

@@ -1,0 +1,100 @@
+"""`stoop check`: are this model's graphs what its eager steps are?"""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from stoop.cli.options import engine_flags
+from stoop.cli.progress import StageProgress
+from stoop.config.errors import ConfigError
+from stoop.config.resolve import ATTENTION_BACKENDS, GRAPH_MODES
+
+FIXED = (
+    "graph_mode",
+    "attention_backend",
+    "sanitize",
+    "skip_tokenizer_init",
+    "tokenizer",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "capture_sizes",
+    "num_kv_blocks",
+    "kv_cache_memory",
+)
+
+
+def _check_flags(command: Any) -> Any:
+    return engine_flags(command, without=FIXED)
+
+
+@_check_flags
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(help="tiny (random weights), smollm2-135m, a folder, a GGUF file, a hub id"),
+    ] = "tiny",
+    modes: Annotated[
+        str, typer.Option(help="graph modes to check, with commas between; default: all")
+    ] = ",".join(GRAPH_MODES[1:]),
+    backends: Annotated[
+        str, typer.Option(help="attention backends to check, with commas between; default: all")
+    ] = ",".join(ATTENTION_BACKENDS),
+    as_json: Annotated[bool, typer.Option("--json", help="JSON alone, no table")] = False,
+    engine: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """Prove every graph replay equal to eager, to the bit, with the sanitizer on.
+
+    The last line is JSON; the exit code is 1 if anything differs.
+    """
+    from stoop.check.graphs import TINY, model_folder, run_checks
+
+    chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
+    chosen_backends = _chosen("--backends", backends, ATTENTION_BACKENDS)
+    if model == TINY:
+        engine = {**engine, "load_format": "dummy"}
+    cases = []
+    with model_folder(model) as folder, StageProgress() as report:
+        for case in run_checks(folder, chosen_modes, chosen_backends, engine, report):
+            cases.append(case)
+    if not as_json:
+        _print_table(model, cases)
+    failures = [failure for case in cases for failure in case.failures]
+    num_cases = sum(case.num_workloads for case in cases)
+    print(json.dumps({"cases": num_cases, "failed": len(failures), "failures": failures}))
+    if failures:
+        raise typer.Exit(1)
+
+
+def _chosen(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{flag} has {name!r}: use {', '.join(known)}")
+    return names
+
+
+def _print_table(model: str, cases: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{model}: replay against eager, bit for bit")
+    for column in ("backend", "mode", "runs", "graphs", "used", "s", "result"):
+        table.add_column(column, no_wrap=True)
+    for case in cases:
+        graphs_used = sum(descriptor.mode > 0 for descriptor in case.used)
+        table.add_row(
+            case.backend,
+            case.mode,
+            str(case.num_workloads),
+            str(case.num_graphs),
+            str(graphs_used),
+            f"{case.seconds:.1f}",
+            "[red]FAILED[/red]" if case.failures else "[green]equal[/green]",
+        )
+    console = Console()
+    console.print(table)
+    for case in cases:
+        for failure in case.failures:
+            console.print(f"[red]{failure}[/red]")
