@@ -22,13 +22,19 @@ class Arena:
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._free: list[tuple[int, int, int]] = []  # (chunk, start, bytes), in order
+        self._live: set[tuple[int, int]] = set()  # places of the current tape that are in use
 
     @property
     def num_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._chunks)
 
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
     def restart(self) -> None:
         """Give all of the arena to the next tape."""
+        self._live = set()
         self._free = [(i, 0, chunk.nbytes) for i, chunk in enumerate(self._chunks)]
 
     def empty_strided(self, size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
@@ -40,12 +46,13 @@ class Arena:
         chunk, start = self._take(num_bytes)
         # torch keeps the array alive as long as any tensor uses this memory, views included.
         place = np.ndarray(num_bytes, np.uint8, buffer=self._chunks[chunk].data, offset=start)
-        weakref.finalize(place, self._give, self._free, chunk, start, num_bytes)
+        self._live.add((chunk, start))
+        weakref.finalize(place, self._give, self._free, self._live, (chunk, start, num_bytes))
         flat = torch.from_numpy(place).view(like.dtype)
         return flat.as_strided(size, stride)
 
     def owns(self, tensor: Tensor) -> bool:
-        return self._chunk_of(tensor.data_ptr()) is not None
+        return self._chunk_of(address_of(tensor)) is not None
 
     def at(
         self, address: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
@@ -80,15 +87,24 @@ class Arena:
         return len(self._chunks) - 1, 0
 
     @staticmethod
-    def _give(free: list[tuple[int, int, int]], chunk: int, start: int, num_bytes: int) -> None:
+    def _give(
+        free: list[tuple[int, int, int]], live: set[tuple[int, int]], place: tuple[int, int, int]
+    ) -> None:
         """Put a place back into the list that it came from, joined with free neighbours.
 
         A place of an earlier tape belongs to a list that nobody uses any more.
         """
-        insort(free, (chunk, start, num_bytes))
-        index = free.index((chunk, start, num_bytes))
+        live.discard(place[:2])
+        insort(free, place)
+        index = free.index(place)
         for left in (index, index - 1):
             if 0 <= left < len(free) - 1:
                 a, b = free[left], free[left + 1]
                 if a[0] == b[0] and a[1] + a[2] == b[1]:
                     free[left : left + 2] = [(a[0], a[1], a[2] + b[2])]
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor starts; unlike `data_ptr`, also for one without elements."""
+    start = tensor.untyped_storage().data_ptr()
+    return start + int(tensor.storage_offset()) * tensor.element_size()

@@ -1,5 +1,6 @@
 """Captured programs on a CUDA device."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,9 @@ class CudaGraphBackend:
                 function()
                 self._end()
             program = self._program
+        except BaseException:
+            self._abandon()
+            raise
         finally:
             self._program = None
         torch.cuda.synchronize(self.device)
@@ -60,6 +64,13 @@ class CudaGraphBackend:
         self._end()
         self._program.pieces.append(lambda context: function(context, *tensors))
         self._begin()
+
+    def _abandon(self) -> None:
+        """End a capture that failed, so that its stream can be used again."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with contextlib.suppress(RuntimeError), torch.cuda.stream(self.stream):
+                graph.capture_end()
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 # They share their argument's memory without saying so in their schema.
-_SILENT_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+_SILENT_VIEWS = frozenset(
+    f"aten::{name}" for name in ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach_")
+)
 _OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
@@ -47,3 +49,32 @@ def overwrites(func: Any) -> bool:
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
     return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+
+
+def returns_tensors(func: Any) -> bool:
+    return any("Tensor" in str(entry.type) for entry in func._schema.returns)
+
+
+def argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """An argument by name; True if the operation has none of that name."""
+    for index, entry in enumerate(func._schema.arguments):
+        if entry.name == name:
+            given = args[index] if index < len(args) else kwargs.get(name, entry.default_value)
+            return given
+    return True
+
+
+def out_variant(func: Any) -> tuple[Any, list[str]]:
+    """The overload that takes the same arguments and writes into given outputs, if there is one."""
+    schema = func._schema
+    if any(str(entry.type) != "Tensor" for entry in schema.returns):
+        return None, []
+    wanted = [(entry.name, str(entry.type)) for entry in schema.arguments]
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        inputs = [entry for entry in overload._schema.arguments if not entry.is_out]
+        outs = [entry.name for entry in overload._schema.arguments if entry.is_out]
+        same = [(entry.name, str(entry.type)) for entry in inputs] == wanted
+        if same and len(outs) == len(schema.returns):
+            return overload, outs
+    return None, []

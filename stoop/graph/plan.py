@@ -44,7 +44,7 @@ def _decode_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecuti
         kinds = list(SamplingKind)
     return [
         BatchExecutionDescriptor(mode, reqs * limits.query_len, reqs, limits.query_len, kind)
-        for reqs in _sizes(limits, limits.max_reqs)
+        for reqs in _sizes(limits, min(limits.max_reqs, limits.max_tokens // limits.query_len))
         for kind in kinds
     ]
 

@@ -4,49 +4,42 @@ Capturing runs the Python function with every tensor operation recorded and none
 get memory and no values, as under CUDA stream capture. Replaying executes the recorded operations
 on the recorded addresses; Python is not run again, so host values are those of the capture.
 
-What a CUDA graph refuses is refused here: reading a value on the host, shapes that depend on
-values, random state. Our own operations are registered with torch.library, so each is one call;
-inside, it may do as it likes, for it runs anew in every replay.
+What a CUDA graph refuses is refused here (graph/refusals.py). Our own operations are registered
+with torch.library, so each is one call; inside, it may do as it likes, for it runs anew in every
+replay.
 """
 
+import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from stoop.graph.arena import Arena
+from stoop.graph.arena import Arena, address_of
 from stoop.graph.operations import (
     base_name,
     is_composite,
     is_view,
+    out_variant,
+    returns_tensors,
     tensors_of,
     written_arguments,
 )
+from stoop.graph.refusals import CaptureError, no_host_reads, refuse_uncapturable
 
 Call = Callable[[Any], object]  # takes the context of the replay
 HostFunction = Callable[..., None]  # takes the context, then tensors
 
 _UNINITIALISED = frozenset(
-    {
-        "aten::empty",
-        "aten::empty_like",
-        "aten::new_empty",
-        "aten::empty_strided",
-        "aten::new_empty_strided",
-    }
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 )
-_SYNCS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero"})
-_HOST_READS = ("tolist", "numpy", "__array__")
-
-
-class CaptureError(RuntimeError):
-    """The function does what a captured graph cannot do."""
+_capturing = threading.Lock()  # host reads are refused for the whole process, so one at a time
 
 
 @dataclass(frozen=True)
@@ -86,6 +79,8 @@ class Tape:
 
     @torch.inference_mode()
     def replay(self, context: Any = None) -> None:
+        if _Recorder.active_in == threading.get_ident():
+            raise CaptureError("a replay inside a capture would write over its intermediates")
         for call in self._calls:
             call(context)
 
@@ -104,47 +99,69 @@ class TapeBackend:
         return self.arena.num_bytes
 
     def capture(self, function: Callable[[], object]) -> Tape:
-        self.arena.restart()
-        self._recorder = _Recorder(self.arena)
-        try:
-            with torch.inference_mode(), _no_host_reads(), self._recorder:
-                function()
-            return Tape(self._recorder.calls())
-        finally:
-            self._recorder = None
+        if _Recorder.active_in == threading.get_ident():
+            raise CaptureError("a capture inside a capture: end the first one before")
+        with _capturing:
+            self.arena.restart()
+            self._recorder = _Recorder(self.arena)
+            try:
+                with torch.inference_mode(), no_host_reads(), self._recorder:
+                    _Recorder.active_in = threading.get_ident()
+                    function()
+                self._refuse_escapes()
+                return Tape(self._recorder.calls())
+            finally:
+                _Recorder.active_in = None
+                self._recorder = None
 
     def host_call(self, function: HostFunction, *tensors: Tensor) -> None:
         """In a capture: leave this call to Python. It runs in every replay, on these tensors."""
-        assert self._recorder is not None, "only while capturing"
+        if self._recorder is None:
+            raise CaptureError("host_call belongs into a capture")
         self._recorder.record_host_call(function, tensors)
+
+    def _refuse_escapes(self) -> None:
+        """The next tape has the whole arena: what is kept of this one would be written over."""
+        if self.arena.num_live:
+            gc.collect()
+        if self.arena.num_live:
+            raise CaptureError(
+                f"{self.arena.num_live} intermediates outlive the capture: copy what is kept into "
+                "a persistent buffer"
+            )
 
 
 class _Recorder(TorchDispatchMode):
+    active_in: int | None = None  # the thread that captures now
+
     def __init__(self, arena: Arena) -> None:
         super().__init__()
         self.arena = arena
         self.entries: list[_Entry | _HostEntry] = []
+        self._constants: dict[int, Tensor] = {}  # made by the host in this capture, by address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        _refuse_uncapturable(func, args)
         if is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        refuse_uncapturable(func, args, kwargs)
         if is_view(func):
-            return func(*args, **kwargs)
+            return self._view(func, args, kwargs)
         written = written_arguments(func, args, kwargs)
         if written:
+            self._check_writes(func, args, kwargs, written)
             self._record(func, args, kwargs, ())
             return _returned(func, written)
+        if not returns_tensors(func):
+            return self._without_outputs(func, args, kwargs)
         outputs = self._allocate(func, args, kwargs)
-        flat = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
         if base_name(func) not in _UNINITIALISED:
-            self._record(func, args, kwargs, flat)
+            self._record(func, args, kwargs, tuple(tree_leaves(outputs)))
         return outputs
 
     def record_host_call(self, function: HostFunction, tensors: tuple[Tensor, ...]) -> None:
@@ -153,17 +170,46 @@ class _Recorder(TorchDispatchMode):
     def calls(self) -> list[Call]:
         return [_bind(entry, self._tensor) for entry in self.entries]
 
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if base_name(func) == "aten::lift_fresh":  # what torch.tensor(...) made
+            self._constants[result.untyped_storage().data_ptr()] = result
+        return result
+
+    def _without_outputs(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Nothing comes back but a number, which does not depend on values; or nothing at all."""
+        if func._schema.returns:
+            return func(*args, **kwargs)
+        self._record(func, args, kwargs, ())
+        return None
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
+        """Shapes must fit now, not at the first replay, and constants are not for writing."""
+        for tensor in written:
+            if tensor.untyped_storage().data_ptr() in self._constants:
+                raise CaptureError(f"{func} writes into a constant, which a replay does not renew")
+        if func.namespace == "stoop":
+            return
+        meta_args, meta_kwargs = self._run_on_meta(func, args, kwargs)[1:]
+        after = written_arguments(func, meta_args, meta_kwargs)
+        for tensor, shape in zip(written, after, strict=True):
+            if tensor.shape != shape.shape:
+                raise CaptureError(f"{func} changes the shape of a tensor: give it the right one")
+
     def _allocate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Outputs without values, of the shapes that the operation would give."""
-        device = torch.device("meta")
+        shapes, _, _ = self._run_on_meta(func, args, kwargs)
+        return tree_map(self._empty_like, shapes)
+
+    @staticmethod
+    def _run_on_meta(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
         if "device" in meta_kwargs or not tensors_of(args, kwargs):
-            meta_kwargs["device"] = device
+            meta_kwargs["device"] = torch.device("meta")
         try:
-            shapes = func(*meta_args, **meta_kwargs)
+            return func(*meta_args, **meta_kwargs), meta_args, meta_kwargs
         except Exception as error:
             raise CaptureError(f"{func} cannot be captured: {error}") from error
-        return tree_map(self._empty_like, shapes)
 
     def _empty_like(self, shape: Any) -> Any:
         if not isinstance(shape, Tensor):
@@ -182,9 +228,11 @@ class _Recorder(TorchDispatchMode):
         """
         if not isinstance(value, Tensor):
             return value
-        if self.arena.owns(value):
-            return _Place(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-        return value.detach()
+        if not self.arena.owns(value):
+            return value.detach()
+        if value.is_conj() or value.is_neg():
+            raise CaptureError("a lazily conjugated intermediate: use resolve_conj()")
+        return _Place(address_of(value), tuple(value.shape), value.stride(), value.dtype)
 
     def _tensor(self, value: Any) -> Any:
         if not isinstance(value, _Place):
@@ -192,41 +240,20 @@ class _Recorder(TorchDispatchMode):
         return self.arena.at(value.address, value.size, value.stride, value.dtype)
 
 
-# ---- what an operation is ----
-
-
-def _refuse_uncapturable(func: Any, args: Any) -> None:
-    tags = func.tags
-    if base_name(func) in _SYNCS or torch.Tag.data_dependent_output in tags:
-        raise CaptureError(f"{func} reads a value on the host, which a captured graph cannot do")
-    if torch.Tag.dynamic_output_shape in tags and _depends_on_values(func, args):
-        raise CaptureError(f"{func} has a shape that depends on values: use a fixed shape")
-    if torch.Tag.nondeterministic_seeded in tags:
-        raise CaptureError(f"{func} uses random state: use stoop.ops.random, which has none")
-
-
-def _depends_on_values(func: Any, args: Any) -> bool:
-    """Indexing has a fixed shape unless a mask selects."""
-    if base_name(func) != "aten::index":
-        return True
-    return any(index is not None and index.dtype == torch.bool for index in args[1])
-
-
 def _returned(func: Any, written: list[Any]) -> Any:
     """An operation that writes into arguments returns them, if anything."""
-    num_returns = len(func._schema.returns)
-    if num_returns == 0:
+    returns = func._schema.returns
+    if not returns:
         return None
-    return written[0] if num_returns == 1 else tuple(written[:num_returns])
+    if any(entry.alias_info is None for entry in returns):
+        raise CaptureError(f"{func} writes into an argument and returns another tensor")
+    return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
 
 
 def _to_meta(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-# ---- replay ----
 
 
 def _bind(entry: _Entry | _HostEntry, tensor: Callable[[Any], Any]) -> Call:
@@ -239,54 +266,13 @@ def _bind(entry: _Entry | _HostEntry, tensor: Callable[[Any], Any]) -> Call:
     if not entry.outputs:
         return lambda context: func(*args, **kwargs)
     outputs = tuple(tensor(place) for place in entry.outputs)
-    into, names = _out_variant(func)
+    into, names = out_variant(func)
     if into is not None and all(output.is_contiguous() for output in outputs):
         kwargs = kwargs | dict(zip(names, outputs, strict=True))
         return lambda context: into(*args, **kwargs)
 
     def run_and_copy(context: Any) -> None:
-        results = func(*args, **kwargs)
-        results = results if isinstance(results, list | tuple) else (results,)
-        for output, result in zip(outputs, results, strict=True):
+        for output, result in zip(outputs, tree_leaves(func(*args, **kwargs)), strict=True):
             output.copy_(result)
 
     return run_and_copy
-
-
-def _out_variant(func: Any) -> tuple[Any, list[str]]:
-    """The overload that takes the same arguments and writes into given outputs."""
-    schema = func._schema
-    wanted = [(argument.name, str(argument.type)) for argument in schema.arguments]
-    for name in func.overloadpacket.overloads():
-        overload = getattr(func.overloadpacket, name)
-        inputs = [a for a in overload._schema.arguments if not a.is_out]
-        outs = [a.name for a in overload._schema.arguments if a.is_out]
-        if len(outs) == len(schema.returns) and [(a.name, str(a.type)) for a in inputs] == wanted:
-            return overload, outs
-    return None, []
-
-
-# ---- host reads that do not dispatch ----
-
-
-@contextmanager
-def _no_host_reads() -> Iterator[None]:
-    """`.tolist()` and `.numpy()` go past the dispatcher: refuse them in this thread."""
-    thread = threading.get_ident()
-    originals = {name: getattr(Tensor, name) for name in _HOST_READS}
-
-    def refusing(name: str) -> Callable[..., Any]:
-        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                raise CaptureError(f".{name}() reads values on the host: not in a captured graph")
-            return originals[name](self, *args, **kwargs)
-
-        return read
-
-    for name in _HOST_READS:
-        setattr(Tensor, name, refusing(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(Tensor, name, original)

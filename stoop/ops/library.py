@@ -18,6 +18,9 @@ def register(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     schema: as in native_functions.yaml, for example "store(Tensor x, Tensor(a!) out) -> ()"
     """
 
+    # What a capture allocates must not depend on running the operation.
+    assert schema.endswith("-> ()"), f"{schema}: write into given tensors, return nothing"
+
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.split("(", 1)[0]
         _LIBRARY.define(schema)

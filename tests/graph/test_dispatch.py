@@ -1,0 +1,579 @@
+"""Descriptors, the plan of graphs, the choice of one, and the order of captures."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise, product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode, SamplingKind
+from stoop.graph.dispatch import BatchShape, Dispatcher, default_sizes
+from stoop.graph.manager import CapturedAttentionState, CudaGraphManager
+from stoop.graph.plan import GraphLimits, plan_graphs
+from stoop.graph.support import GraphSupport
+from stoop.graph.tape import TapeBackend
+
+N, P, F, S = RunMode.NONE, RunMode.PIECEWISE, RunMode.FULL, RunMode.STEP
+GREEDY, NOISE, SAMPLING = SamplingKind.GREEDY, SamplingKind.NOISE, SamplingKind.FULL
+SUPPORT = [
+    GraphSupport.NEVER,
+    GraphSupport.SINGLE_TOKEN,
+    GraphSupport.UNIFORM,
+    GraphSupport.ALWAYS,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- modes, by support: never, single token, uniform, always ----
+
+DECODE_ONE = {
+    "none": (N, N, N, N),
+    "piecewise": (P, P, P, P),
+    "full": (P, F, F, F),
+    "full_decode_only": (N, F, F, F),
+    "full_and_piecewise": (P, F, F, F),
+    "step": (P, S, S, S),
+}
+DECODE_MANY = {
+    "none": (N, N, N, N),
+    "piecewise": (P, P, P, P),
+    "full": (P, P, F, F),
+    "full_decode_only": (N, N, F, F),
+    "full_and_piecewise": (P, P, F, F),
+    "step": (P, P, S, S),
+}
+MIXED = {
+    "none": (N, N, N, N),
+    "piecewise": (P, P, P, P),
+    "full": (P, P, P, F),
+    "full_decode_only": (N, N, N, N),
+    "full_and_piecewise": (P, P, P, P),
+    "step": (P, P, P, F),
+}
+
+
+def test_tables_name_every_mode() -> None:
+    names = {mode.value for mode in GraphMode}
+    assert names == set(DECODE_ONE) == set(DECODE_MANY) == set(MIXED)
+    assert sorted(GraphSupport) == SUPPORT
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", DECODE_ONE)
+def test_decode_mode(name: str, query_len: int) -> None:
+    table = DECODE_ONE if query_len == 1 else DECODE_MANY
+    modes = tuple(GraphMode(name).decode_mode(support, query_len) for support in SUPPORT)
+    assert modes == table[name]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_mode(name: str) -> None:
+    assert tuple(GraphMode(name).mixed_mode(support) for support in SUPPORT) == MIXED[name]
+
+
+def test_modes_are_in_order() -> None:
+    assert N < P < F < S
+    assert sorted(RunMode) == [N, P, F, S]
+
+
+def test_stronger_support_never_takes_graphs_away() -> None:
+    for mode, query_len in product(GraphMode, (1, 4)):
+        decode = [mode.decode_mode(support, query_len) for support in SUPPORT]
+        mixed = [mode.mixed_mode(support) for support in SUPPORT]
+        assert decode == sorted(decode) and mixed == sorted(mixed)
+
+
+# ---- descriptors ----
+
+WHOLE = BatchExecutionDescriptor(S, 8, 4, 2, GREEDY)
+
+
+def test_equal_descriptors_are_one_key() -> None:
+    again = BatchExecutionDescriptor(
+        RunMode.STEP, num_tokens=8, num_reqs=4, query_len=2, sampling=SamplingKind("greedy")
+    )
+    assert again == WHOLE and hash(again) == hash(WHOLE) and again is not WHOLE
+    assert {WHOLE: "graph"}[again] == "graph"
+
+
+def test_every_field_tells_descriptors_apart() -> None:
+    others = [
+        replace(WHOLE, mode=F),
+        replace(WHOLE, num_tokens=9),
+        replace(WHOLE, num_reqs=5),
+        replace(WHOLE, num_reqs=None),
+        replace(WHOLE, query_len=1),
+        replace(WHOLE, query_len=None),
+        replace(WHOLE, sampling=NOISE),
+        replace(WHOLE, sampling=None),
+    ]
+    assert len({WHOLE, *others}) == 1 + len(others)
+    assert len({str(d) for d in (WHOLE, *others)}) == 1 + len(others)
+
+
+def test_descriptor_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        WHOLE.num_tokens = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "text"),
+    [
+        (WHOLE, "STEP 8 tokens, 4 reqs, 2 a request, greedy"),
+        (BatchExecutionDescriptor(P, 64), "PIECEWISE 64 tokens"),
+        (BatchExecutionDescriptor(F, 64, 16), "FULL 64 tokens, 16 reqs"),
+        (BatchExecutionDescriptor(F, 3, 3, 1), "FULL 3 tokens, 3 reqs, 1 a request"),
+        (BatchExecutionDescriptor(N, 7, 2), "NONE 7 tokens, 2 reqs"),
+    ],
+)
+def test_descriptor_in_words(descriptor: BatchExecutionDescriptor, text: str) -> None:
+    assert str(descriptor) == text
+
+
+# ---- sizes and the plan ----
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 100, 128, 511, 512, 513, 8192])
+def test_default_sizes(limit: int) -> None:
+    sizes = default_sizes(limit)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1 and sizes[-1] == min(limit, 512)
+    assert {1, 2, 4} & set(range(limit + 1)) <= set(sizes)
+    for small, large in pairwise(sizes):
+        assert large <= 2 * small  # padding at most doubles a batch
+        assert large - small <= 64
+    assert len(sizes) <= 30
+
+
+LIMITS = st.builds(
+    lambda max_reqs, more, query_len, sizes: GraphLimits(
+        max_reqs, max_reqs * query_len + more, query_len, sizes
+    ),
+    st.integers(1, 700),
+    st.sampled_from([0, 1, 7, 500, 8192]),
+    st.integers(1, 6),
+    st.none() | st.lists(st.integers(1, 800), max_size=6).map(tuple),
+)
+MODES = st.sampled_from(list(GraphMode))
+SUPPORTS = st.sampled_from(SUPPORT)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(mode=MODES, support=SUPPORTS, limits=LIMITS)
+def test_plan_holds_no_nonsense(
+    mode: GraphMode, support: GraphSupport, limits: GraphLimits
+) -> None:
+    plan = plan_graphs(mode, support, limits)
+    decode_mode = mode.decode_mode(support, limits.query_len)
+    mixed_mode = mode.mixed_mode(support)
+    assert len(set(plan)) == len(plan)
+    for descriptor in plan:
+        assert descriptor.mode is not N
+        assert 0 < descriptor.num_tokens <= limits.max_tokens
+        assert descriptor.num_reqs is None or 0 < descriptor.num_reqs <= limits.max_reqs
+        if descriptor.query_len is not None:
+            assert descriptor.mode is decode_mode and decode_mode >= F
+            assert descriptor.query_len == limits.query_len
+            assert descriptor.num_reqs is not None
+            assert descriptor.num_tokens == descriptor.num_reqs * limits.query_len
+            assert (descriptor.sampling is not None) == (decode_mode is S)
+            assert limits.sizes is None or descriptor.num_reqs in limits.sizes
+        else:
+            assert descriptor.mode in (decode_mode, mixed_mode) and descriptor.mode <= F
+            assert descriptor.sampling is None
+            assert (descriptor.num_reqs is None) == (descriptor.mode is P)
+            assert descriptor.num_reqs is None or descriptor.num_reqs <= descriptor.num_tokens
+            assert limits.sizes is None or descriptor.num_tokens in limits.sizes
+    Dispatcher(plan)  # which refuses duplicates itself
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(mode=MODES, support=SUPPORTS, limits=LIMITS)
+def test_every_decode_batch_finds_a_decode_graph(
+    mode: GraphMode, support: GraphSupport, limits: GraphLimits
+) -> None:
+    limits = replace(limits, sizes=None)
+    decode_mode = mode.decode_mode(support, limits.query_len)
+    dispatcher = Dispatcher(plan_graphs(mode, support, limits))
+    for reqs, kind in product(range(1, min(limits.max_reqs, 512) + 1), SamplingKind):
+        shape = BatchShape(reqs, reqs * limits.query_len, True, kind)
+        found = dispatcher.dispatch(shape)
+        if decode_mode >= F:
+            assert found.mode is decode_mode and found.query_len == limits.query_len
+            assert found.num_reqs is not None and reqs <= found.num_reqs <= limits.max_reqs
+            assert found.sampling is (kind if decode_mode is S else None)
+        elif shape.num_tokens <= 512:
+            assert found.mode is decode_mode
+        assert found.num_tokens >= shape.num_tokens
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(mode=MODES, support=SUPPORTS, limits=LIMITS)
+def test_every_mixed_batch_of_up_to_512_tokens_finds_its_graph(
+    mode: GraphMode, support: GraphSupport, limits: GraphLimits
+) -> None:
+    limits = replace(limits, sizes=None)
+    dispatcher = Dispatcher(plan_graphs(mode, support, limits))
+    wanted = mode.mixed_mode(support)
+    for tokens in range(1, min(limits.max_tokens, 512) + 1, 3):
+        for reqs in {1, min(tokens, limits.max_reqs)}:
+            found = dispatcher.dispatch(BatchShape(reqs, tokens, False, GREEDY))
+            assert (found.mode, found.query_len, found.sampling) == (wanted, None, None)
+            assert tokens <= found.num_tokens <= limits.max_tokens
+            assert found.num_reqs is None or found.num_reqs >= reqs
+
+
+def test_decode_graphs_never_exceed_the_tokens_of_a_step() -> None:
+    """With few tokens a step, not all requests fit into one decode batch."""
+    limits = GraphLimits(max_reqs=256, max_tokens=256, query_len=4, sizes=None)
+    plan = plan_graphs(GraphMode.STEP, GraphSupport.UNIFORM, limits)
+    assert max(d.num_tokens for d in plan) <= limits.max_tokens
+    found = Dispatcher(plan).dispatch(BatchShape(64, 256, True, GREEDY))
+    assert found.mode is S
+
+
+def test_step_captures_each_kind_of_sampling() -> None:
+    limits = GraphLimits(4, 16, 1, None)
+    plan = plan_graphs(GraphMode.STEP, GraphSupport.ALWAYS, limits)
+    steps = [(d.num_reqs, d.sampling) for d in plan if d.mode is S]
+    assert sorted(steps, key=str) == sorted(product((1, 2, 4), SamplingKind), key=str)
+    assert [(d.mode, d.num_tokens, d.num_reqs) for d in plan if d.mode is not S] == [
+        (F, 1, 1),
+        (F, 2, 2),
+        (F, 4, 4),
+        (F, 8, 4),
+        (F, 16, 4),
+    ]
+
+
+def test_sizes_of_the_user_are_taken_as_they_are() -> None:
+    limits = GraphLimits(8, 32, 2, (16, 3, 3, 8, 100))
+    plan = plan_graphs(GraphMode.FULL_AND_PIECEWISE, GraphSupport.ALWAYS, limits)
+    assert plan == [
+        BatchExecutionDescriptor(F, 6, 3, 2),
+        BatchExecutionDescriptor(F, 16, 8, 2),
+        BatchExecutionDescriptor(P, 3),
+        BatchExecutionDescriptor(P, 8),
+        BatchExecutionDescriptor(P, 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "support"),
+    [
+        (GraphMode.NONE, GraphSupport.ALWAYS),
+        (GraphMode.FULL_DECODE_ONLY, GraphSupport.NEVER),
+    ],
+)
+def test_nothing_is_planned(mode: GraphMode, support: GraphSupport) -> None:
+    limits = GraphLimits(8, 32, 1, None)
+    assert plan_graphs(mode, support, limits) == []
+    found = Dispatcher([]).dispatch(BatchShape(3, 3, True, GREEDY))
+    assert found == BatchExecutionDescriptor(N, 3, 3)
+
+
+def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="stoop"):
+        plan_graphs(GraphMode.STEP, GraphSupport.UNIFORM, GraphLimits(2, 8, 1, None))
+    text = caplog.text
+    assert all(word in text for word in ("step", "STEP", "PIECEWISE", "UNIFORM"))
+
+
+# ---- dispatch ----
+
+
+def step_graph(reqs: int, kind: SamplingKind, query_len: int = 1) -> BatchExecutionDescriptor:
+    return BatchExecutionDescriptor(S, reqs * query_len, reqs, query_len, kind)
+
+
+def test_smallest_fitting_graph() -> None:
+    dispatcher = Dispatcher([BatchExecutionDescriptor(P, size) for size in (64, 8, 16, 1)])
+    sizes = [
+        dispatcher.dispatch(BatchShape(1, n, False, GREEDY)).num_tokens
+        for n in (1, 2, 8, 9, 16, 17, 63, 64)
+    ]
+    assert sizes == [1, 8, 8, 16, 16, 64, 64, 64]
+
+
+def test_eager_where_none_fits() -> None:
+    dispatcher = Dispatcher([BatchExecutionDescriptor(P, 8), step_graph(4, GREEDY)])
+    assert dispatcher.dispatch(BatchShape(3, 9, False, GREEDY)) == BatchExecutionDescriptor(N, 9, 3)
+    assert dispatcher.dispatch(BatchShape(9, 9, True, GREEDY)) == BatchExecutionDescriptor(N, 9, 9)
+
+
+def test_decode_before_mixed_and_mixed_where_decode_ends() -> None:
+    full = BatchExecutionDescriptor(F, 4, 4, 1)
+    large = BatchExecutionDescriptor(F, 16, 16, 1)
+    mixed = [BatchExecutionDescriptor(F, size, size) for size in (1, 2, 3, 4, 16, 32)]
+    dispatcher = Dispatcher([*mixed, full, large])
+    assert dispatcher.dispatch(BatchShape(3, 3, True, GREEDY)) is full
+    assert dispatcher.dispatch(BatchShape(5, 5, True, GREEDY)) is large
+    assert dispatcher.dispatch(BatchShape(17, 17, True, GREEDY)) is mixed[-1]
+
+
+@pytest.mark.parametrize("kind", SamplingKind)
+def test_batch_with_a_prompt_never_takes_a_decode_graph(kind: SamplingKind) -> None:
+    """Also where it has a decode batch's very shape: one token of each request's prompt."""
+    decode = [step_graph(n, k) for n in (1, 2, 4) for k in SamplingKind]
+    decode += [BatchExecutionDescriptor(F, n, n, 1) for n in (1, 2, 4)]
+    for mixed in ([], [BatchExecutionDescriptor(P, 4)]):
+        dispatcher = Dispatcher([*decode, *mixed])
+        for reqs, tokens in [(1, 1), (2, 2), (4, 4), (1, 4), (2, 3), (3, 4), (5, 5)]:
+            found = dispatcher.dispatch(BatchShape(reqs, tokens, False, kind))
+            assert found.query_len is None and found.sampling is None
+            assert found.mode is (P if mixed and tokens <= 4 else N)
+
+
+def test_step_graph_of_the_right_sampling() -> None:
+    graphs = [step_graph(n, kind) for n in (2, 4) for kind in SamplingKind]
+    dispatcher = Dispatcher(graphs)
+    for kind, reqs in product(SamplingKind, (1, 2, 3, 4)):
+        found = dispatcher.dispatch(BatchShape(reqs, reqs, True, kind))
+        assert found == step_graph(2 if reqs <= 2 else 4, kind)
+
+
+def test_sampling_without_a_graph_takes_one_without_sampling() -> None:
+    plain = BatchExecutionDescriptor(F, 4, 4, 1)
+    dispatcher = Dispatcher([step_graph(2, GREEDY), plain])
+    assert dispatcher.dispatch(BatchShape(1, 1, True, GREEDY)) == step_graph(2, GREEDY)
+    assert dispatcher.dispatch(BatchShape(1, 1, True, NOISE)) is plain
+    assert dispatcher.dispatch(BatchShape(3, 3, True, GREEDY)) is plain
+    only_greedy = Dispatcher([step_graph(2, GREEDY)])
+    assert only_greedy.dispatch(BatchShape(1, 1, True, SAMPLING)).mode is N
+
+
+def test_requests_count_as_well_as_tokens() -> None:
+    narrow, wide = BatchExecutionDescriptor(F, 8, 2), BatchExecutionDescriptor(F, 16, 8)
+    dispatcher = Dispatcher([wide, narrow])
+    assert dispatcher.dispatch(BatchShape(2, 8, False, GREEDY)) is narrow
+    assert dispatcher.dispatch(BatchShape(3, 8, False, GREEDY)) is wide
+    assert dispatcher.dispatch(BatchShape(9, 9, False, GREEDY)).mode is N
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    decode=st.sets(st.tuples(st.integers(1, 20), st.sampled_from([None, *SamplingKind]))),
+    mixed=st.dictionaries(st.integers(1, 40), st.none() | st.integers(1, 20)),
+    query_len=st.integers(1, 3),
+    reqs=st.integers(1, 25),
+    extra=st.integers(0, 20),
+    kind=st.sampled_from(list(SamplingKind)),
+    is_decode=st.booleans(),
+)
+def test_dispatch_by_search(
+    decode: set[tuple[int, SamplingKind | None]],
+    mixed: dict[int, int | None],
+    query_len: int,
+    reqs: int,
+    extra: int,
+    kind: SamplingKind,
+    is_decode: bool,
+) -> None:
+    decode_graphs = [
+        BatchExecutionDescriptor(S if k else F, n * query_len, n, query_len, k) for n, k in decode
+    ]
+    mixed_graphs = [BatchExecutionDescriptor(F if n else P, t, n) for t, n in mixed.items()]
+    tokens = reqs * query_len if is_decode else reqs + extra
+    shape = BatchShape(reqs, tokens, is_decode, kind)
+
+    def smallest(graphs: list[BatchExecutionDescriptor]) -> list[BatchExecutionDescriptor]:
+        fitting = [
+            g
+            for g in graphs
+            if g.num_tokens >= tokens and (g.num_reqs is None or g.num_reqs >= reqs)
+        ]
+        return sorted(fitting, key=lambda g: g.num_tokens)[:1]
+
+    candidates = smallest([g for g in decode_graphs if g.sampling is kind])
+    candidates += smallest([g for g in decode_graphs if g.sampling is None])
+    candidates = (candidates if is_decode else []) + smallest(mixed_graphs)
+    want = (candidates or [BatchExecutionDescriptor(N, tokens, reqs)])[0]
+    assert Dispatcher([*decode_graphs, *mixed_graphs]).dispatch(shape) == want
+
+
+def test_two_graphs_of_one_size_are_an_error() -> None:
+    with pytest.raises(AssertionError):
+        Dispatcher([BatchExecutionDescriptor(P, 8), BatchExecutionDescriptor(F, 8, 8)])
+    with pytest.raises(AssertionError):
+        Dispatcher([step_graph(2, GREEDY), step_graph(2, GREEDY)])
+    with pytest.raises(AssertionError):
+        Dispatcher([BatchExecutionDescriptor(P, 0)])
+
+
+# ---- the manager ----
+
+
+class FakeBackend:
+    """Runs the function in place of a capture, and remembers what was replayed."""
+
+    name = "fake"
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def capture(self, function: Callable[[], object]) -> Any:
+        self.events.append("capture")
+        function()
+        number = sum(event == "capture" for event in self.events)
+        return SimpleNamespace(
+            replay=lambda context=None: self.events.append(("replay", number, context))
+        )
+
+    def host_call(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def capture_all(
+    descriptors: list[BatchExecutionDescriptor], **options: Any
+) -> tuple[CudaGraphManager, FakeBackend, dict[BatchExecutionDescriptor, CapturedAttentionState]]:
+    backend = FakeBackend()
+    manager = CudaGraphManager(backend, descriptors)
+
+    def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
+        assert not manager.capturing
+        slots = torch.zeros(descriptor.num_tokens, dtype=torch.int64)
+        state = CapturedAttentionState(SimpleNamespace(), slots)
+        backend.events.append(("prepare", descriptor, state))
+        return state
+
+    def run(descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
+        backend.events.append(("run", descriptor, state, manager.capturing))
+
+    return manager, backend, manager.capture(prepare, run, **options)
+
+
+ALL = [
+    step_graph(2, GREEDY),
+    BatchExecutionDescriptor(P, 8),
+    step_graph(8, NOISE),
+    BatchExecutionDescriptor(F, 4, 4, 1),
+    BatchExecutionDescriptor(P, 64),
+    BatchExecutionDescriptor(P, 1),
+    step_graph(8, GREEDY),
+]
+
+
+def test_pieces_are_captured_first_and_the_largest_before_the_smaller() -> None:
+    _, backend, states = capture_all(ALL)
+    order = [event[1] for event in backend.events if event[0] == "run" and event[3]]
+    assert [(d.mode is P, d.num_tokens) for d in order] == [
+        (True, 64),
+        (True, 8),
+        (True, 1),
+        (False, 8),
+        (False, 8),
+        (False, 4),
+        (False, 2),
+    ]
+    assert set(order) == set(ALL) == set(states) and len(order) == len(ALL)
+    assert list(states) == order
+
+
+def test_order_does_not_depend_on_the_order_of_descriptors() -> None:
+    keys = []
+    for descriptors in (ALL, ALL[::-1], sorted(ALL, key=str)):
+        _, _, states = capture_all(descriptors)
+        keys.append([(d.mode is P, d.num_tokens) for d in states])
+    assert keys[0] == keys[1] == keys[2]
+
+
+def test_warm_up_has_a_state_of_its_own() -> None:
+    _, backend, states = capture_all(ALL)
+    per_graph = 5
+    assert len(backend.events) == per_graph * len(ALL)
+    for start in range(0, len(backend.events), per_graph):
+        prepared, warm_up, again, capture, captured = backend.events[start : start + per_graph]
+        descriptor = prepared[1]
+        assert (prepared[0], again[0], capture) == ("prepare", "prepare", "capture")
+        assert prepared[2] is not again[2]
+        assert prepared[2].metadata is not again[2].metadata
+        assert warm_up == ("run", descriptor, prepared[2], False)
+        assert captured == ("run", descriptor, again[2], True)
+        assert captured[2] is again[2] is states[descriptor]
+
+
+def test_replay_is_by_descriptor_with_its_context() -> None:
+    manager, backend, states = capture_all(ALL)
+    backend.events.clear()
+    context = object()
+    for number, descriptor in enumerate(states, start=1):
+        manager.replay(replace(descriptor), context)
+        assert backend.events[-1] == ("replay", number, context)
+    manager.replay(ALL[0])
+    assert backend.events[-1][2] is None
+    with pytest.raises(KeyError):
+        manager.replay(BatchExecutionDescriptor(P, 999))
+
+
+def test_manager_dispatches_to_what_it_captured() -> None:
+    manager, _, states = capture_all(ALL)
+    assert manager.dispatch(BatchShape(3, 3, True, GREEDY)) in states
+    assert manager.dispatch(BatchShape(3, 3, True, GREEDY)) == step_graph(8, GREEDY)
+    assert manager.dispatch(BatchShape(3, 30, False, GREEDY)) == BatchExecutionDescriptor(P, 64)
+
+
+def test_progress_is_reported() -> None:
+    reports: list[tuple[str, int, int | None]] = []
+    capture_all(ALL, report=lambda *report: reports.append(report))
+    assert [report[1:] for report in reports] == [(n, 7) for n in range(1, 8)]
+
+
+def test_nothing_to_capture() -> None:
+    manager, backend, states = capture_all([])
+    assert (states, backend.events) == ({}, [])
+    assert manager.dispatch(BatchShape(1, 1, True, GREEDY)).mode is N
+
+
+def test_manager_is_not_capturing_after_an_error() -> None:
+    manager = CudaGraphManager(FakeBackend(), ALL)
+
+    def run(descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
+        if manager.capturing:
+            raise ValueError("in capture")
+
+    def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
+        return CapturedAttentionState(None, torch.zeros(1, dtype=torch.int64))
+
+    with pytest.raises(ValueError, match="in capture"):
+        manager.capture(prepare, run)
+    assert manager.capturing is False
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["fresh state", "the warm-up's state"])
+def test_lazily_planned_metadata_is_planned_in_the_graph(shared: bool) -> None:
+    """With the warm-up's state in the graph, the plan would be stale: the bug of PR 42444."""
+    lengths, out = torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.int64)
+    slots = torch.zeros(3, dtype=torch.int64)
+    plan = torch.zeros(3, dtype=torch.int64)  # persistent: nothing may escape a capture
+    warm = CapturedAttentionState({}, slots)
+
+    def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
+        return warm if shared else CapturedAttentionState({}, slots)
+
+    def run(descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
+        if "plan" not in state.metadata:
+            plan.copy_(lengths.cumsum(0))
+            state.metadata["plan"] = True
+        out.copy_(plan)
+
+    graph = BatchExecutionDescriptor(F, 3, 3, 1)
+    manager = CudaGraphManager(TapeBackend(), [graph])
+    with torch.inference_mode():
+        manager.capture(prepare, run)
+    lengths.copy_(torch.tensor([10, 10, 10]))
+    manager.replay(graph)
+    assert out.tolist() == ([1, 3, 6] if shared else [10, 20, 30])
