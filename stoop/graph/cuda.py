@@ -21,6 +21,7 @@ class CudaProgram:
     def __len__(self) -> int:
         return len(self.pieces)
 
+    @torch.inference_mode()
     def replay(self, context: Any = None) -> None:
         for piece in self.pieces:
             piece(context)
@@ -71,6 +72,8 @@ class CudaGraphBackend:
         if graph is not None:
             with contextlib.suppress(RuntimeError), torch.cuda.stream(self.stream):
                 graph.capture_end()
+            # torch still counts the broken capture as allocating from the pool.
+            self.pool = torch.cuda.graph_pool_handle()
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
