@@ -34,7 +34,7 @@ def test_version() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("generate", "chat", "pull", "bench"):
+    for command in ("generate", "chat", "pull", "bench", "check"):
         assert command in done.stdout
 
 
@@ -87,6 +87,8 @@ def test_generate_reads_standard_input_and_applies_the_chat_template(text_model:
         (["generate", "--prompt", "x", "--top-p", "7"], "top_p=7.0: use a number above 0"),
         (["generate", "--prompt", "x", "--logit-bias", "{"], "not JSON"),
         (["generate"], "--prompt"),
+        (["generate", "--prompt", "x", "--logprobs", "2"], "add --json"),
+        (["chat", "-n", "2"], "one answer"),
         (["pull", "no-such-model"], "smollm2-135m"),
         (["bench", "latency", "--batch-size", "a"], "such as 1,8"),
         (["bench", "latency", "--peer", "vllm"], "transformers"),

@@ -129,6 +129,9 @@ ENGINE_REFUSALS = [
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
     ({"kv_cache_memory": "lots"}, "2GiB"),
     ({"kv_cache_memory": "1KiB"}, "max_model_len"),
+    ({"kv_cache_memory": "9999TiB"}, "free here: lower kv_cache_memory"),
+    ({"graph_mode": "fast"}, "full_and_piecewise"),
+    ({"capture_sizes": "1,two"}, "such as 1,2,4,8"),
     ({"num_kv_blocks": 3}, "max_model_len"),
     ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_seqs=64"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "chunked prefill"),
@@ -155,6 +158,7 @@ REQUEST_REFUSALS = [
     ([1, "a"], GREEDY, "'a'"),
     ({"tokens": [1]}, GREEDY, "prompt_token_ids"),
     (7, GREEDY, "int"),
+    (b"abc", GREEDY, "bytes"),
     ("hi", GREEDY.replace(stop_token_ids=[9999]), "stop_token_ids has token id 9999"),
     ("hi", GREEDY.replace(logit_bias={9999: 1.0}), "logit_bias has token id 9999"),
     ("hi", GREEDY.replace(bad_words=["a very long bad word indeed"]), "at most 16"),
@@ -181,6 +185,33 @@ def test_a_request_refused_in_mid_flight_disturbs_nobody(llm: LLM) -> None:
     with pytest.raises(RequestError):
         llm.engine.add_request("other", "x" * 300, GREEDY)
     assert [output.outputs[0].token_ids for output in stream][-1] == alone
+
+
+def test_one_bad_prompt_of_several_is_named(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt has 300 tokens") as caught:
+        llm.generate(["fine", "x" * 300], GREEDY)
+    refusal(caught.value)
+    llm.engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("priority", [["x", 1], [1.5, 1], [None, 1], [True, 1]])
+def test_a_bad_priority_is_refused_and_the_engine_goes_on(llm: LLM, priority: list) -> None:
+    with pytest.raises(RequestError, match="priority=") as caught:
+        llm.generate(["a", "b"], GREEDY, priority=priority)
+    refusal(caught.value)
+    assert len(llm.generate(["a", "b"], GREEDY)) == 2
+
+
+def test_a_stream_takes_one_prompt(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="use generate"):
+        next(llm.stream(["a", "b"], GREEDY))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", [[], [[]]])
+def test_a_conversation_without_messages_is_refused(llm: LLM, messages: list) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages, GREEDY)
+    refusal(caught.value)
 
 
 def test_text_without_a_tokenizer_is_refused(text_model: Path) -> None:

@@ -45,10 +45,12 @@ def test_every_flag_in_the_readme_is_known() -> None:
 
     from stoop.cli.main import app
 
-    commands = re.findall(r"^stoop ((?:bench )?\w+)(.*?)(?:#|$)", README, flags=re.MULTILINE)
+    blocks = "\n".join(README.split("```")[1::2])
+    commands = re.findall(r"^stoop ((?:bench )?\w+)(.*?)(?:#|$)", blocks, flags=re.MULTILINE)
     assert len(commands) >= 5
     for command, rest in commands:
         help_text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+        assert help_text.exit_code == 0, command
         for flag in re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", rest):
             assert flag in help_text.output, (command, flag)
 
