@@ -1,7 +1,23 @@
 """Fixtures for every kind of test."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from fakes import CheckpointStore
+
+
+@pytest.fixture(autouse=True)
+def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread: those of a tiny model only wait for each other, longest on a busy machine.
+
+    The real model has all of them.
+    """
+    threads = torch.get_num_threads()
+    if request.node.get_closest_marker("model") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,15 @@ class ReplayMismatch(SanitizerError):
         super().__init__(f"{reader}: `{buffer}` differs from the eager twin's in step {step}")
 
 
+class BadPadding(SanitizerError):
+    def __init__(self, reader: str, buffer: str, harmless: int, step: int) -> None:
+        self.buffer = buffer
+        super().__init__(
+            f"{reader}: `{buffer}` has something other than {harmless} past its live extent in "
+            f"step {step}"
+        )
+
+
 class Sanitizer:
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self.buffers = [b for b in buffers if b.lifetime is Lifetime.STEP]

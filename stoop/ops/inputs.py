@@ -47,6 +47,19 @@ class StepTensors:
     row_slots: Tensor  # [max_reqs] int64: `idx_mapping` with the sink for padding
 
 
+# What stands past the live extent; `row_slots` has the sink there.
+PADDING = {
+    "input_ids": 0,
+    "positions": 0,
+    "slot_mapping": -1,
+    "seq_lens": 0,
+    "block_rows": 0,
+    "last_token_indices": 0,
+    "samples": 0,
+}
+TOKEN_BUFFERS = ("input_ids", "positions", "slot_mapping")  # the others have a row a request
+
+
 def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
     max_reqs = rows.idx_mapping.shape[0]
     starts = rows.query_start_loc.long()  # [max_reqs + 1]

@@ -55,7 +55,7 @@ class ModelRunner:
         self.kv_layout = KVLayout.of(config.model, self.block_size, config.device.dtype)
         # A null block alone serves the dummy run that measures how much memory a step takes.
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, 1)
-        free = free_bytes(config, self._profile_peak_bytes())
+        free = free_bytes(config, self._work_bytes())
         self.num_blocks = count_kv_blocks(config, self.kv_layout, free)
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, self.num_blocks)
         self.sanitizer = StepSanitizer(self) if config.graph.sanitize else None
@@ -171,6 +171,11 @@ class ModelRunner:
         commit_tokens(self.state.tensors, self.buffers.rows, self.buffers.step, self.sampled)
 
     # ---- start-up ----
+
+    def _work_bytes(self) -> int:
+        """Memory to keep free of KV: a step's, and as much again for the pool of the graphs."""
+        peak = self._profile_peak_bytes()
+        return peak if self.config.graph.mode == "none" else 2 * peak
 
     @torch.inference_mode()
     def _profile_peak_bytes(self) -> int:

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from stoop.core.kv_layout import NULL_BLOCK
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
-from stoop.graph.sanitizer import Buffer, Lifetime, ReplayMismatch, Sanitizer, SanitizerError
+from stoop.graph.sanitizer import (
+    BadPadding,
+    Buffer,
+    Lifetime,
+    ReplayMismatch,
+    Sanitizer,
+    SanitizerError,
+)
+from stoop.ops.inputs import PADDING, TOKEN_BUFFERS
 
 if TYPE_CHECKING:
     from stoop.worker.runner import ModelRunner, Step
@@ -66,6 +74,7 @@ class StepSanitizer:
         self._restore(before)
         runner.run_eagerly(step)
         eager = self._snapshot()
+        self._check_padding(reader, step)
         self._compare(reader, step, replayed, eager)
         self._check_null_block(reader, before, replayed)
 
@@ -98,6 +107,14 @@ class StepSanitizer:
                 continue
             if not _same_bits(replayed[buffer.name][:end], eager[buffer.name][:end]):
                 raise ReplayMismatch(reader, buffer.name, self.sanitizer.step)
+
+    def _check_padding(self, reader: str, step: "Step") -> None:
+        """Past the live extent stands what does no harm, whatever the graph reads of it."""
+        for name, harmless in PADDING.items():
+            batch = step.batch
+            end = batch.num_tokens if name in TOKEN_BUFFERS else batch.num_reqs
+            if bool((getattr(self.runner.buffers.step, name)[end:] != harmless).any()):
+                raise BadPadding(reader, name, harmless, self.sanitizer.step)
 
     def _check_null_block(
         self, reader: str, before: dict[str, Tensor], after: dict[str, Tensor]

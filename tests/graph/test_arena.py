@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -31,14 +31,6 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def take(arena: Arena, num_bytes: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Descriptors, the plan of graphs, the choice of one, and the order of captures."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -27,14 +27,6 @@ SUPPORT = [
     GraphSupport.UNIFORM,
     GraphSupport.ALWAYS,
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- modes, by support: never, single token, uniform, always ----

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from fakes import CheckpointStore
 
 from graph.workload import GREEDY, SETTINGS, Answers, make_llm, prompts, run
@@ -14,14 +13,6 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 MODES = ("piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 BACKENDS = ("reference", "hostplan")
 MODELS = ("llama3", "qwen2-window")  # full attention; two windows in one model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -266,19 +266,11 @@ MUTANTS = [
     Mutant("a plan made by the host", bake_the_plan, "full"),  # its tensors escape the capture
     Mutant("a buffer that moved", reallocate_a_buffer, "full", buffer="slot_mapping"),
     Mutant("dead tokens stored in block 0", store_dead_tokens, "full", by_equality=False),
-    Mutant("padding aliases a live slot", alias_live_slot, "full", by_sanitizer=False),
+    Mutant("padding aliases a live slot", alias_live_slot, "full", buffer="slot_mapping"),
     Mutant("a graph too small", choose_a_smaller_graph, "full_decode_only"),
     Mutant("a baked length of history", bake_the_length_of_history, "step"),
     Mutant("a phase missing in the graph", forget_the_update, "step"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -322,3 +314,13 @@ def test_the_same_engines_without_mutants_are_clean(folder: Path, expected: Answ
     for mode, backend in {(m.mode, m.backend) for m in MUTANTS}:
         healthy = Mutant("none", lambda patch: None, mode, backend)
         assert failure(folder, healthy, expected, sanitize=True) is None
+
+
+def test_the_documents_table_is_this_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text()
+    for mutant in MUTANTS:
+        named = f"`{mutant.buffer}`" if mutant.buffer else "yes"
+        sanitizer = named if mutant.by_sanitizer else "no"
+        equality = "yes" if mutant.by_equality else "no"
+        label = f"{mutant.name} ({mutant.mode}, {mutant.backend})"
+        assert f"| {label} | {equality} | {sanitizer} |" in text

@@ -25,14 +25,6 @@ HOST_READS = ("tolist", "numpy", "__array__")
 ORIGINAL_READS = {name: getattr(Tensor, name) for name in HOST_READS}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _host_reads_are_whole() -> Iterator[None]:
     """A test that leaves `Tensor.tolist` refusing must not spoil the others."""

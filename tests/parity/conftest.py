@@ -1,11 +1,10 @@
 """Engines and references."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fakes import CheckpointStore
 
 from parity.reference import HuggingFace
@@ -58,13 +57,3 @@ def make_engine(checkpoints: CheckpointStore) -> MakeEngine:
 def _safe_half_precision() -> None:
     """transformers runs half precision too, before any engine has made it safe."""
     prepare_device("cpu", "bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny matrices lose more by threads than they gain; the real model does not."""
-    before = torch.get_num_threads()
-    if request.node.get_closest_marker("model") is None:
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -81,13 +81,6 @@ TINY = {
 }
 
 
-def use_one_thread() -> None:
-    """Threads of tiny products only wait for each other, longest on a shared machine."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
 @functools.cache
 def tiny_model_folder(initializer_range: float = 0.2) -> str:
     """A Llama of two layers in float64, saved once a session."""
@@ -137,7 +130,6 @@ def hf_logits(token_ids: Sequence[int], initializer_range: float = 0.2) -> Any:
 def make_llm(initializer_range: float = 0.2, **options: Any) -> Any:
     from stoop import LLM
 
-    use_one_thread()
     return LLM(tiny_model_folder(initializer_range), **(TINY | options))
 
 

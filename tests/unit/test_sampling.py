@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_rules, use_one_thread
+from helpers import make_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -21,7 +21,6 @@ from stoop.ops import sampling as ops
 from stoop.sampling.sampler import Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
 
-use_one_thread()
 CPU = torch.device("cpu")
 VOCAB = 16
 NEVER = -np.inf
