@@ -161,10 +161,7 @@ class EngineOptions:
     )
     graph_mode: str = field(
         default="none",
-        metadata={
-            "help": "none, piecewise, full, full_decode_only, full_and_piecewise or step; "
-            "on a CPU graphs are for testing and not faster"
-        },
+        metadata={"help": "none, piecewise, full, full_decode_only, full_and_piecewise or step"},
     )
     capture_sizes: str | None = field(
         default=None,

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from stoop import LLM, SamplingParams
 from stoop.check.graphs import TINY_CONFIG, run_checks
 from stoop.graph.cuda import CudaGraphBackend
 from stoop.graph.descriptor import RunMode
@@ -64,6 +66,28 @@ def test_a_refused_capture_leaves_the_backend_usable(backend: CudaGraphBackend) 
     program = backend.capture(lambda: out.copy_(x + 1))
     program.replay()
     assert out.tolist() == [2.0] * 4
+
+
+def test_a_replayed_decode_step_does_not_wait_for_the_device(tiny: str) -> None:
+    """Between `prepare` and `collect`, pieces and the attention between them are only launched."""
+    options = {"load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True}
+    llm = LLM(tiny, graph_mode="piecewise", kv_cache_memory="64MiB", max_num_seqs=4, **options)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = llm.generate([[1, 2, 3], [4, 5]], params)  # first launches may wait
+    runner, run, modes = llm.engine.runner, llm.engine.runner.run, []
+
+    def strict(step: Any) -> None:
+        modes.append(step.descriptor.mode)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner.run = strict  # type: ignore[method-assign]
+    again = llm.generate([[1, 2, 3], [4, 5]], params)
+    assert modes.count(RunMode.PIECEWISE) >= 11
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]
 
 
 @pytest.fixture

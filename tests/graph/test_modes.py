@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakes import CheckpointStore
 
-from graph.workload import GREEDY, SETTINGS, Answers, make_llm, prompts, run
+from graph.workload import FULL, GREEDY, NOISE, SETTINGS, Answers, make_llm, prompts, run
 from stoop import LLM
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 
@@ -68,16 +68,19 @@ def test_every_live_size_below_every_descriptor(
     plain = make_llm(folder, num_kv_blocks=200)
     llm = make_llm(folder, graph_mode=mode, **options)
     used = descriptors_used(llm)
-    for count in (6, 5, 4, 3, 2, 1):
-        batch = prompts()[-count:]
-        assert [o.outputs[0].token_ids for o in llm.generate(batch, GREEDY)] == [
-            o.outputs[0].token_ids for o in plain.generate(batch, GREEDY)
-        ]
-    sizes = {descriptor.num_reqs for descriptor in used if descriptor.query_len is not None}
+    for params in (GREEDY, NOISE, FULL) if mode == "step" else (GREEDY,):
+        short = params.replace(max_tokens=10)
+        for count in (6, 5, 4, 3, 2, 1):
+            batch = prompts()[-count:]
+            assert [o.outputs[0].token_ids for o in llm.generate(batch, short)] == [
+                o.outputs[0].token_ids for o in plain.generate(batch, short)
+            ]
+    captured = set(llm.engine.runner.graphs.manager.descriptors)
+    decode = {descriptor for descriptor in captured if descriptor.query_len is not None}
+    assert decode <= used  # every size, and every kind of sampling
     if mode == "piecewise":
         assert {descriptor.mode for descriptor in used} == {RunMode.PIECEWISE}
-    else:
-        assert sizes == {1, 2, 4, 6}
+    assert {d.num_tokens for d in used - decode} >= {16, 48}
 
 
 def test_a_prompts_last_token_alone_is_no_decode(folders: dict[str, Path]) -> None:
