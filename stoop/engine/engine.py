@@ -74,10 +74,6 @@ class Engine:
     def is_open(self, request_id: str) -> bool:
         return request_id in self._groups
 
-    def abort_all(self) -> None:
-        for request_id in list(self._groups):
-            self.abort_request(request_id)
-
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work

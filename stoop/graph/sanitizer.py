@@ -56,6 +56,12 @@ class ReplayMismatch(SanitizerError):
         super().__init__(f"{reader}: `{buffer}` differs from the eager twin's in step {step}")
 
 
+class MovedBuffer(SanitizerError):
+    def __init__(self, buffer: str) -> None:
+        self.buffer = buffer
+        super().__init__(f"`{buffer}` has moved since the capture: graphs read its old address")
+
+
 class BadPadding(SanitizerError):
     def __init__(self, reader: str, buffer: str, harmless: int, step: int) -> None:
         self.buffer = buffer

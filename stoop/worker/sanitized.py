@@ -12,6 +12,7 @@ from stoop.graph.sanitizer import (
     BadPadding,
     Buffer,
     Lifetime,
+    MovedBuffer,
     ReplayMismatch,
     Sanitizer,
     SanitizerError,
@@ -38,6 +39,8 @@ def declare_buffers(runner: "ModelRunner") -> list[Buffer]:
     found += _fields(runner.sampling_state, Lifetime.SLOT)
     for layer, cache in enumerate(runner.kv_caches):
         found.append(Buffer(f"kv_cache {layer}", cache, Lifetime.SLOT))
+    for name, weight in runner.model.named_parameters():
+        found.append(Buffer(name, weight.data, Lifetime.CONSTANT))
     return found
 
 
@@ -48,7 +51,9 @@ def _fields(group: Any, lifetime: Lifetime) -> list[Buffer]:
 class StepSanitizer:
     def __init__(self, runner: "ModelRunner") -> None:
         self.runner = runner
-        self.buffers = declare_buffers(runner)
+        declared = declare_buffers(runner)
+        self.addresses = {b.name: b.tensor.data_ptr() for b in declared}
+        self.buffers = [b for b in declared if b.lifetime is not Lifetime.CONSTANT]
         self.sanitizer = Sanitizer(self.buffers)
         runner.buffers.load_rows([])
         self.sanitizer.learn(INPUTS, runner.inputs)
@@ -58,6 +63,9 @@ class StepSanitizer:
         self.sanitizer.learn(descriptor, function)
 
     def begin_step(self) -> None:
+        for buffer in declare_buffers(self.runner):
+            if buffer.tensor.data_ptr() != self.addresses[buffer.name]:
+                raise MovedBuffer(buffer.name)
         self.sanitizer.begin_step()
 
     def run(self, step: "Step") -> None:

@@ -154,6 +154,18 @@ def reallocate_a_buffer(patch: Patch) -> None:
     patch.setattr(StepGraphs, "capture", moved)
 
 
+def move_a_weight(patch: Patch) -> None:
+    """A weight is loaded anew after capture: graphs go on with the old one."""
+    capture = StepGraphs.capture
+
+    def moved(self: StepGraphs, report: Any = None) -> None:
+        capture(self, report)
+        weight = self.runner.model.norm.weight
+        weight.data = weight.data.clone()
+
+    patch.setattr(StepGraphs, "capture", moved)
+
+
 def store_dead_tokens(patch: Patch) -> None:
     """A padded row writes its KV into block 0."""
 
@@ -265,6 +277,7 @@ MUTANTS = [
     Mutant("max_model_len at run time", pass_max_model_len, "full", "hostplan", by_equality=False),
     Mutant("a plan made by the host", bake_the_plan, "full"),  # its tensors escape the capture
     Mutant("a buffer that moved", reallocate_a_buffer, "full", buffer="slot_mapping"),
+    Mutant("a weight that moved", move_a_weight, "full", buffer="norm.weight", by_equality=False),
     Mutant("dead tokens stored in block 0", store_dead_tokens, "full", by_equality=False),
     Mutant("padding aliases a live slot", alias_live_slot, "full", buffer="slot_mapping"),
     Mutant("a graph too small", choose_a_smaller_graph, "full_decode_only"),
