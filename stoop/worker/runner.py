@@ -119,16 +119,16 @@ class ModelRunner:
         if mode is not RunMode.STEP:
             self.inputs()
         if mode is RunMode.NONE:
-            self.run_eagerly(step)
+            self.run_eagerly(step, step.metadata)
         else:
             self.replay(step)
 
-    def run_eagerly(self, step: Step) -> None:
+    def run_eagerly(self, step: Step, metadata: Any) -> None:
         """What follows the inputs, phase by phase; for STEP, the inputs too."""
         batch, sampling = step.batch, step.descriptor.sampling
         if sampling is not None:
             self.inputs()
-        self.forward(batch, self.context(batch, self.backend.build(batch)))
+        self.forward(batch, self.context(batch, metadata))
         if sampling is not None:
             max_model_len = self.config.schedule.max_model_len
             self.verify(batch, SamplingNeeds.of_kind(sampling), max_model_len)

@@ -80,7 +80,7 @@ class StepSanitizer:
         runner.replay(step)
         replayed = self._snapshot()
         self._restore(before)
-        runner.run_eagerly(step)
+        runner.run_eagerly(step, runner.backend.build(step.batch))
         eager = self._snapshot()
         self._check_padding(reader, step)
         self._compare(reader, step, replayed, eager)
