@@ -195,6 +195,7 @@ class _Planner:
         self.num_rows = int(np.count_nonzero(lengths.query_lens))
         self.query_lens = lengths.query_lens[: self.num_rows]
         self.bounds = lengths.seq_lens[: self.num_rows]
+        self._sums = np.concatenate(([0], np.cumsum(self.bounds)))
         self.seq_lens = seq_lens
         self.block_rows = block_rows
         self.block_size = block_size
@@ -227,9 +228,10 @@ class _Planner:
         query_lens = self.query_lens
         if query_lens[row] != query_lens[start] or query_lens[row] > MAX_TILE_QUERIES:
             return False
-        lengths = self.bounds[start : row + 1]
-        padding = 1 - lengths.sum() / (lengths.max() * len(lengths))
-        return bool(padding <= MAX_TILE_PADDING)
+        num_rows = row + 1 - start
+        total = self._sums[row + 1] - self._sums[start]
+        longest = max(self.bounds[start], self.bounds[row])  # rows come sorted by length
+        return bool(total >= (1 - MAX_TILE_PADDING) * longest * num_rows)
 
     def _tile(
         self, rows: slice, first_token: int, query_len: int, num_after: int, dtype: torch.dtype

@@ -33,12 +33,12 @@ class StagedWrites:
         contents.append(data)
 
     def apply(self) -> None:
-        for target, places, contents in self._edits.values():
+        edits, self._edits = self._edits, {}  # an edit that fails is not tried again
+        for target, places, contents in edits.values():
             index = self._to_device(torch.from_numpy(_last_wins(places)))
             order = np.concatenate(contents)[_last_positions(places)]
             values = torch.from_numpy(order).to(target.dtype)
             target.view(-1).index_copy_(0, index, self._to_device(values))
-        self._edits.clear()
 
     def _to_device(self, host: Tensor) -> Tensor:
         if self.device.type != "cuda":

@@ -98,7 +98,7 @@ def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
 
 
 def _warn_if_disturbed(results: list[LatencyResult]) -> None:
-    """A p99 far from the median means that something else used the cores."""
+    """Rounds that differ much mean that something else used the cores."""
     for result in results:
         speeds = [run.tokens_per_s for run in result.runs]
         if max(speeds) > 1.25 * min(speeds):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stoop.config.schema import EngineOptions
 from stoop.core.sampling_params import SamplingParams
 from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.llm import LLM
@@ -102,13 +103,14 @@ def run_checks(
         "capture_sizes": "1,2,4,6,16,64",
         **{name: value for name, value in engine.items() if value is not None},
     }
-    plain = LLM(folder, **options)
-    blocks = -(-MAX_LEN // plain.config.cache.block_size)
-    options.setdefault("num_kv_blocks", 3 * blocks)
-    workloads = make_workloads(plain.config.cache.block_size)
+    block_size = options.get("block_size") or EngineOptions.block_size
+    options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)  # too few for all: some wait
+    workloads = make_workloads(block_size)
+    plain = LLM(folder, **{k: v for k, v in options.items() if k != "capture_sizes"})
     expected = None
     if plain.config.device.dtype == "float64":
         expected = {w.name: _answers(plain, w) for w in workloads}
+    del plain
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):
         report(f"checking {backend} {mode}", done, total)

@@ -78,7 +78,9 @@ def graphs(
     output_len: OutputLen = 24,
     repeat: Annotated[int, typer.Option(min=1, help="rounds; modes take turns in each")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float64, float32, bfloat16 or float16")
+    ] = "auto",
 ) -> None:
     """Milliseconds of a decode step in each graph mode, as the context grows."""
     from stoop.bench.offline import Load, measure_modes
@@ -86,11 +88,14 @@ def graphs(
 
     loads = [Load(batch_size, context, output_len) for context in _sizes(contexts)]
     longest = max(load.input_len for load in loads) + output_len
-    options = {"device": device, "dtype": dtype, "max_num_seqs": batch_size}
-    llms = {
-        mode: start_llm(model, {**options, "graph_mode": mode, "max_model_len": longest})
-        for mode in modes.split(",")
+    options = {
+        "device": device,
+        "dtype": dtype,
+        "max_num_seqs": batch_size,
+        "max_model_len": longest,
+        "num_kv_blocks": 2 * batch_size * (longest // 16 + 1) + 1,  # several engines share memory
     }
+    llms = {mode: start_llm(model, {**options, "graph_mode": mode}) for mode in modes.split(",")}
     print_modes(loads, measure_modes(llms, loads, repeat))
 
 

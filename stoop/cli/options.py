@@ -26,7 +26,7 @@ SAMPLING_HELP = {
     "presence_penalty": "above 0 discourages tokens of the answer",
     "frequency_penalty": "above 0 discourages tokens of the answer, by count",
     "logit_bias": 'JSON of token id to bias, such as {"42": -100}',
-    "seed": "the same seed gives the same text",
+    "seed": "fixes every random draw of an answer",
     "stop": "stop at this text; may be repeated",
     "stop_token_ids": "stop at this token id; may be repeated",
     "bad_words": "never generate this text; may be repeated",

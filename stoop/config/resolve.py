@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from stoop.config.errors import ConfigError
@@ -54,7 +55,7 @@ def resolve(options: EngineOptions, model: ModelSpec, folder: str, device: str) 
         cache=_cache(options),
         schedule=_schedule(options, model, device),
         attention_backend=options.attention_backend,
-        graph=_graph(options),
+        graph=_graph(options, max_tokens=_schedule(options, model, device).max_num_batched_tokens),
     )
 
 
@@ -82,24 +83,42 @@ def _cache(options: EngineOptions) -> CacheConfig:
         num_blocks=num_blocks,
         gpu_memory_utilization=float(share),
         kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
-        enable_prefix_caching=bool(options.enable_prefix_caching),
+        enable_prefix_caching=_switch("enable_prefix_caching", options.enable_prefix_caching),
     )
 
 
-def _graph(options: EngineOptions) -> GraphConfig:
-    if options.graph_mode not in GRAPH_MODES:
-        raise ConfigError(unknown_name("graph_mode", options.graph_mode, list(GRAPH_MODES)))
-    if options.capture_sizes is None:
-        return GraphConfig(options.graph_mode, None, bool(options.sanitize))
-    try:
-        sizes = tuple(sorted({int(size) for size in str(options.capture_sizes).split(",")}))
-    except ValueError:
-        sizes = ()
-    if not sizes or sizes[0] < 1:
+def _graph(options: EngineOptions, max_tokens: int) -> GraphConfig:
+    mode, sanitize = options.graph_mode, _switch("sanitize", options.sanitize)
+    if mode not in GRAPH_MODES:
+        raise ConfigError(f"graph_mode={mode!r}: use {', '.join(GRAPH_MODES)}")
+    if mode == "none" and (sanitize or options.capture_sizes is not None):
         raise ConfigError(
-            f"capture_sizes={options.capture_sizes!r}: use numbers of at least 1, such as 1,2,4,8"
+            "sanitize and capture_sizes are about graphs, and graph_mode is none: choose a mode"
         )
-    return GraphConfig(options.graph_mode, sizes, bool(options.sanitize))
+    if options.capture_sizes is None:
+        return GraphConfig(mode, None, sanitize)
+    sizes = _capture_sizes(options.capture_sizes)
+    if not sizes or sizes[0] < 1 or sizes[-1] > max_tokens:
+        raise ConfigError(
+            f"capture_sizes={options.capture_sizes!r}: use numbers from 1 to "
+            f"max_num_batched_tokens={max_tokens}, such as 1,2,4,8"
+        )
+    return GraphConfig(mode, sizes, sanitize)
+
+
+def _capture_sizes(given: str | Sequence[int]) -> tuple[int, ...]:
+    """In rising order; empty if there is something else than numbers among them."""
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        return tuple(sorted({int(part) for part in parts}))
+    except (TypeError, ValueError):
+        return ()
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: use True or False")
+    return value
 
 
 def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> ScheduleConfig:
@@ -125,9 +144,8 @@ def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> Schedule
             f"max_num_batched_tokens={max_tokens} cannot hold a prompt of max_model_len="
             f"{max_model_len} with chunked prefill off: raise it or leave chunked prefill on"
         )
-    return ScheduleConfig(
-        max_model_len, max_num_seqs, max_tokens, bool(options.enable_chunked_prefill)
-    )
+    chunked = _switch("enable_chunked_prefill", options.enable_chunked_prefill)
+    return ScheduleConfig(max_model_len, max_num_seqs, max_tokens, chunked)
 
 
 def _given(name: str, value: int | None, default: int) -> int:

@@ -1,5 +1,6 @@
 """The frozen groups of the configuration. Each part of the engine gets the slice that it needs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -163,7 +164,7 @@ class EngineOptions:
         default="none",
         metadata={"help": "none, piecewise, full, full_decode_only, full_and_piecewise or step"},
     )
-    capture_sizes: str | None = field(
+    capture_sizes: str | Sequence[int] | None = field(
         default=None,
         metadata={"help": "sizes of batches to capture graphs for, such as 1,2,4,8"},
     )

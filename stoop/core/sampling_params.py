@@ -18,6 +18,7 @@ MAX_STOP_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 16
 MAX_N = 128
+MAX_COUNT = 2**31 - 1
 
 Params = TypeVar("Params", bound=type)
 
@@ -81,7 +82,7 @@ class SamplingParams:
         _whole("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, 0, None)
+        _whole("top_k", self.top_k, 0, MAX_COUNT)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -89,8 +90,8 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, None)
-        _whole("min_tokens", self.min_tokens, 0, None)
+            _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower it"
@@ -108,7 +109,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True: use stop_token_ids instead")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, None)
+            _whole("stop_token_ids", token, 0, MAX_COUNT)
         _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS)
         _at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS)
         _at_most("logit_bias", len(self.logit_bias or ()), MAX_LOGIT_BIAS)
@@ -166,16 +167,10 @@ def _token_keys(bias: dict[Any, Any]) -> dict[int, float]:
     return checked
 
 
-def _whole(name: str, value: object, low: int, high: int | None) -> None:
+def _whole(name: str, value: object, low: int, high: int) -> None:
     """Refuse what is not an int in [low, high]."""
-    in_range = (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and value >= low
-        and (high is None or value <= high)
-    )
-    if not in_range:
-        bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        bounds = f"of at least {low}" if high == MAX_COUNT else f"from {low} to {high}"
         raise RequestError(f"{name}={value!r}: use a whole number {bounds}")
 
 

@@ -11,6 +11,7 @@ from stoop.config.schema import Config, EngineOptions
 from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
+from stoop.core.step import StepResult
 from stoop.engine.inputs import InputProcessor, Prompt
 from stoop.engine.outputs import Answer, RequestGroup
 from stoop.models.hf_config import read_model_spec
@@ -82,15 +83,21 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Advance every request that the scheduler picks; returns those that changed."""
+        if not self.has_work:
+            return []
         plan = self.scheduler.schedule()
         assert plan.rows, "there is work, yet nothing could be scheduled"
+        groups = {self._answers[row.request_id][0].request_id for row in plan.rows}
         try:
-            result = self.runner.execute(plan)
+            return self._take(self.runner.execute(plan))
         except BaseException:
             # Half a step may have happened to these; nobody else was touched.
-            for request_id in {self._answers[row.request_id][0].request_id for row in plan.rows}:
+            for request_id in groups:
                 self.abort_request(request_id)
             raise
+
+    def _take(self, result: StepResult) -> list[RequestOutput]:
+        """Results to their requests: tokens, text, stop strings."""
         changed: dict[str, RequestGroup] = {}
         for request, row in self.scheduler.update(result):
             group, answer = self._answers[request.request_id]

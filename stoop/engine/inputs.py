@@ -4,10 +4,10 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoop.config.errors import RequestError
+from stoop.config.errors import ConfigError, RequestError
 from stoop.config.schema import Config
 from stoop.core.request import TokenRules
-from stoop.core.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from stoop.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_STOP_IDS, SamplingParams
 from stoop.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -19,9 +19,16 @@ class InputProcessor:
     def __init__(self, config: Config, tokenizer: Tokenizer | None, seed: int) -> None:
         self.vocab_size = config.model.vocab_size
         self.max_model_len = config.schedule.max_model_len
-        self.eos_token_ids = frozenset(config.model.eos_token_ids)
-        if not self.eos_token_ids and tokenizer and tokenizer.eos_token_id is not None:
-            self.eos_token_ids = frozenset((tokenizer.eos_token_id,))
+        eos_token_ids = set(config.model.eos_token_ids)
+        if not eos_token_ids and tokenizer and tokenizer.eos_token_id is not None:
+            eos_token_ids = {tokenizer.eos_token_id}
+        # A token that the model has no logit for can never come.
+        self.eos_token_ids = frozenset(t for t in eos_token_ids if 0 <= t < self.vocab_size)
+        if len(self.eos_token_ids) > MAX_STOP_IDS:
+            raise ConfigError(
+                f"the model names {len(self.eos_token_ids)} end-of-text tokens, and stoop keeps at "
+                f"most {MAX_STOP_IDS}: mend eos_token_id in its generation_config.json"
+            )
         self.tokenizer = tokenizer
         self._seeds = random.Random(seed)
 
@@ -77,9 +84,11 @@ class InputProcessor:
             stop_ids |= self.eos_token_ids
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         bad_words = self._bad_words(params.bad_words)
+        # The first answer's pass over the prompt speaks for all.
+        others = params.replace(prompt_logprobs=None)
         return [
             TokenRules(
-                params=params,
+                params=others if index else params,
                 seed=_signed(seed + index * _SEED_STRIDE),
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 stop_ids=stop_ids,
@@ -112,7 +121,8 @@ class InputProcessor:
                         f"bad_words has {word!r}, of {len(ids)} tokens: use words of at most "
                         f"{MAX_BAD_WORD_TOKENS}"
                     )
-                found[ids] = None
+                if all(token < self.vocab_size for token in ids):
+                    found[ids] = None
         return tuple(found)
 
 

@@ -38,9 +38,8 @@ class Answer:
 
     def take(self, row: RowResult) -> str | None:
         """Read new tokens into text; returns the stop string that they completed, if any."""
-        output = self.request.output_token_ids
-        new_ids = output[self._num_taken :]
-        self._num_taken = len(output)
+        new_ids = self.request.token_ids[self.request.num_prompt_tokens + self._num_taken :]
+        self._num_taken += len(new_ids)
         if self.logprobs is not None:
             for scores in row.scores[: len(new_ids)]:
                 self.logprobs.append(decode_scores(scores, self.tokenizer))
@@ -140,7 +139,7 @@ class RequestGroup:
             prompt_token_ids=list(first.prompt_token_ids),
             outputs=[answer.output() for answer in self.answers],
             finished=self.finished,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             num_cached_tokens=first.num_cached,
             times=self.times,
         )

@@ -35,6 +35,8 @@ def read_model_spec(folder: Path) -> ModelSpec:
     max_position = reader.whole("max_position_embeddings")
     num_kv_heads = reader.whole("num_key_value_heads", default=num_heads)
     rope = _rope(config, max_position, head_dim)
+    if head_dim % 2:
+        raise CheckpointError(f"config.json has head_dim={head_dim}: rotary needs an even one")
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"config.json has {num_heads} heads over {num_kv_heads} key-value heads, which does "
@@ -90,8 +92,10 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantization = config.get("quantization_config")
+    if quantization:
+        named = isinstance(quantization, dict)
+        method = quantization.get("quant_method", "unknown") if named else quantization
         raise CheckpointError(
             f"the checkpoint is quantised ({method}), which stoop cannot load: use the "
             "unquantised one, or a GGUF file"
@@ -134,8 +138,13 @@ def _dtype(config: dict[str, Any]) -> str:
 
 
 def _rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeSpec:
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"config.json has rope scaling {scaling!r} where an object is needed")
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    for name, value in ((k, scaling[k]) for k in _ROPE_NUMBERS if scaling.get(k) is not None):
+        _positive(name, value)
+    theta = _positive("rope_theta", theta)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     original = int(
         scaling.get("original_max_position_embeddings")
@@ -182,6 +191,23 @@ def _reach(rope: RopeSpec, max_position: int) -> int:
     return max(max_position, stretched)
 
 
+_ROPE_NUMBERS = (
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
+
+
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise CheckpointError(f"config.json has {name}={value!r} where a positive number is needed")
+    return float(value)
+
+
 def _yarn(theta: float, scaling: dict[str, Any], original: int, max_position: int) -> RopeSpec:
     factor = float(scaling.get("factor") or max_position / original)
     attention_factor = scaling.get("attention_factor")
@@ -213,9 +239,16 @@ def _windows(config: dict[str, Any], architecture: str, num_layers: int) -> tupl
         window = None
     if architecture == "LlamaForCausalLM" or window is None:
         return (None,) * num_layers
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise CheckpointError(f"config.json has sliding_window={window!r}: it is at least 1")
     layer_types = config.get("layer_types")
+    if layer_types is not None and len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"config.json has {len(layer_types)} layer_types for {num_layers} layers: mend it"
+        )
     if layer_types is None and architecture.startswith("Qwen"):
-        first = int(config.get("max_window_layers", num_layers))
+        first = config.get("max_window_layers")
+        first = num_layers if first is None else int(first)
         layer_types = [
             "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
         ]
@@ -238,4 +271,7 @@ def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
         value = config.get("eos_token_id")
     if value is None:
         return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(f"eos_token_id is {value!r} where token ids are needed")
+    return tuple(ids)

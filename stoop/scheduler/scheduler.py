@@ -168,8 +168,8 @@ class Scheduler:
                 if not self.config.enable_chunked_prefill:
                     break
                 num_tokens = draft.budget
-            # Room for all known tokens and the next one, not only for this chunk: a request that
-            # could not finish its prompt would only be preempted half-way.
+            # Room for all known tokens and the next one, not only for this chunk: most requests
+            # that could not finish their prompt would be preempted half-way.
             wanted = self._num_blocks(request.num_tokens + 1) - len(cached)
             if wanted > self.pool.num_free - self.pool.num_idle(cached):
                 break

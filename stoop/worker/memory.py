@@ -1,5 +1,6 @@
 """How many KV blocks fit."""
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -83,13 +84,11 @@ def free_bytes(config: Config, peak_activation_bytes: int) -> int:
 
 def _available_host_bytes() -> int:
     """Free memory of the machine, or of the container's limit if that is tighter."""
-    try:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 machine = int(line.split()[1]) * 1024
-                break
-    except OSError:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return min(machine, _cgroup_free_bytes() or machine)
 
 

@@ -1,5 +1,6 @@
 """From device tensors to a `StepResult`."""
 
+import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
@@ -22,14 +23,19 @@ class ScoreReader:
         self.hidden = hidden  # [max_tokens, hidden_size]
         self.history = history  # [slots + 1, max_model_len]: tokens by slot
 
-    def sampled(self, batch: InputBatch, token_ids: Tensor) -> list[TokenScores]:
-        """One entry a row, as rich as the row that asked for most; empty if none asked."""
-        asked = [row.rules.params.logprobs for row in batch.plan_rows]
-        num_best = max((count for count in asked if count is not None), default=-1)
-        if num_best < 0:
-            return []
-        last = batch.last_token_indices[: batch.num_reqs]
-        return self._score(self.hidden[last], token_ids, num_best)
+    def sampled(self, batch: InputBatch, token_ids: Tensor) -> dict[int, TokenScores]:
+        """By place of the row, for those that asked; as rich as the one that asked for most."""
+        asked = {
+            place: row.rules.params.logprobs
+            for place, row in enumerate(batch.plan_rows)
+            if row.samples and row.rules.params.logprobs is not None
+        }
+        if not asked:
+            return {}
+        places = torch.tensor(list(asked), device=token_ids.device)
+        hidden = self.hidden[batch.last_token_indices[places]]
+        scores = self._score(hidden, token_ids[places], max(asked.values()))
+        return dict(zip(asked, scores, strict=True))
 
     def prompt(self, row: PlannedRow, first_token: int) -> list[TokenScores]:
         """Scores of the prompt tokens that a chunk predicts: position p scores token p + 1.
@@ -66,13 +72,13 @@ def collect(index: int, batch: InputBatch, sampled: Tensor, reader: ScoreReader)
     rows = []
     first_token = 0
     for place, row in enumerate(batch.plan_rows):
-        asked = row.rules.params.logprobs
+        asked = row.rules.params.logprobs or 0
         rows.append(
             RowResult(
                 request_id=row.request_id,
                 epoch=row.epoch,
                 token_ids=[token_ids[place]] if row.samples else [],
-                scores=[_cut(scores[place], asked)] if row.samples and asked is not None else [],
+                scores=[_cut(scores[place], asked)] if place in scores else [],
                 prompt_scores=reader.prompt(row, first_token),
                 prompt_scores_start=row.num_computed + 1,
             )

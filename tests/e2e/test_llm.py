@@ -254,3 +254,36 @@ def test_streams_take_turns(llm: LLM) -> None:
     for text, stream in streams.items():
         (last,) = stream
         assert last.outputs[0].token_ids == alone[text]
+
+
+def test_an_interrupt_while_results_are_taken_strands_nobody(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [llm.stream(text, GREEDY) for text in ("one", "two")]
+    for stream in streams:
+        next(stream)
+
+    def interrupted(self: object, row: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stoop.engine.outputs.Answer.take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+    with pytest.raises(RequestError, match="lost"):
+        list(streams[1])
+    llm.engine.scheduler.check_idle()
+    assert len(answer(llm, "hello").token_ids) == 12
+
+
+def test_an_idle_step_does_nothing(llm: LLM) -> None:
+    before = llm.metrics()["num_steps"]
+    assert llm.engine.step() == []
+    assert llm.metrics()["num_steps"] == before
+
+
+def test_an_output_does_not_change_after_it_was_given(text_model: Path) -> None:
+    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_batched_tokens=16)
+    outputs = list(llm.stream("x" * 60, GREEDY.replace(prompt_logprobs=0)))
+    lengths = [len(output.prompt_logprobs or ()) for output in outputs]
+    assert lengths[0] < lengths[-1] == 60

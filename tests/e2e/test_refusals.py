@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes import edit_json
 from safetensors.torch import load_file, save_file
 
 from stoop import LLM, CheckpointError, ConfigError, RequestError, SamplingParams, StoopError
@@ -22,8 +23,7 @@ def refusal(error: StoopError) -> str:
 
 
 def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    edit_json(folder / "config.json", **changes)
 
 
 def edit_weights(folder: Path, edit: Callable[[dict], None]) -> None:
@@ -65,6 +65,31 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a size of zero": (lambda f: edit_config(f, num_hidden_layers=0), "num_hidden_layers=0"),
     "heads that do not divide": (lambda f: edit_config(f, num_key_value_heads=3), "4 heads over 3"),
+    "rope scaling that is no object": (lambda f: edit_config(f, rope_parameters=5), "object"),
+    "a rope factor of 0": (
+        lambda f: edit_config(
+            f, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0}
+        ),
+        "factor=0",
+    ),
+    "an odd head_dim": (lambda f: edit_config(f, head_dim=15), "head_dim=15"),
+    "a window of 0": (
+        lambda f: edit_config(f, architectures=["MistralForCausalLM"], sliding_window=0),
+        "sliding_window=0",
+    ),
+    "layer types for other layers": (
+        lambda f: edit_config(
+            f,
+            architectures=["MistralForCausalLM"],
+            sliding_window=8,
+            layer_types=["full_attention"],
+        ),
+        "1 layer_types for 2 layers",
+    ),
+    "an end of text that is no id": (
+        lambda f: edit_json(f / "generation_config.json", eos_token_id="x"),
+        "eos_token_id is 'x'",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "safetensors"),
     "a truncated file": (truncate, "model.safetensors"),
     "a missing tensor": (
@@ -131,7 +156,13 @@ ENGINE_REFUSALS = [
     ({"kv_cache_memory": "1KiB"}, "max_model_len"),
     ({"kv_cache_memory": "9999TiB"}, "free here: lower kv_cache_memory"),
     ({"graph_mode": "fast"}, "full_and_piecewise"),
-    ({"capture_sizes": "1,two"}, "such as 1,2,4,8"),
+    ({"graph_mode": None}, "full_and_piecewise"),
+    ({"graph_mode": "step", "capture_sizes": "1,two"}, "such as 1,2,4,8"),
+    ({"graph_mode": "step", "capture_sizes": "1,99999"}, "max_num_batched_tokens=2048"),
+    ({"graph_mode": "step", "capture_sizes": []}, "such as 1,2,4,8"),
+    ({"capture_sizes": "1,2"}, "choose a mode"),
+    ({"sanitize": True}, "choose a mode"),
+    ({"enable_chunked_prefill": "no"}, "True or False"),
     ({"num_kv_blocks": 3}, "max_model_len"),
     ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_seqs=64"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "chunked prefill"),
@@ -226,4 +257,22 @@ def test_text_without_a_tokenizer_is_refused(text_model: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoopError, match="nowhere") as caught:
         LLM(str(tmp_path / "nowhere"))
+    refusal(caught.value)
+
+
+def test_end_of_text_beyond_the_vocabulary_is_harmless(text_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(text_model, folder)
+    edit_json(folder / "generation_config.json", eos_token_id=[999, 257])
+    llm = LLM(str(folder), dtype="float64", device="cpu")
+    params = SamplingParams(temperature=0, min_tokens=2, max_tokens=4)
+    assert len(llm.generate("hello", params)[0].outputs[0].token_ids) >= 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 2**70}, {"min_tokens": 2**70, "max_tokens": None}, {"max_tokens": 2**40}]
+)
+def test_numbers_too_large_for_the_device_are_refused(options: dict) -> None:
+    with pytest.raises(RequestError, match=next(iter(options))) as caught:
+        SamplingParams(**options)
     refusal(caught.value)

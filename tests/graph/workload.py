@@ -43,7 +43,10 @@ class Answers:
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:
-    return LLM(str(folder), **(SETTINGS | options))
+    settings = SETTINGS | options
+    if settings.get("graph_mode", "none") == "none":
+        del settings["capture_sizes"]
+    return LLM(str(folder), **settings)
 
 
 def prompts(vocab_size: int = 128) -> list[list[int]]:
