@@ -37,6 +37,7 @@ TINY_CONFIG = {
 }
 MAX_REQS = 6
 MAX_LEN = 192
+CAPTURE_SIZES = (1, 2, 4, 6, 16, 64)
 
 Report = Callable[[str, int, int | None], None]
 
@@ -76,14 +77,15 @@ def model_folder(model: str) -> Iterator[str]:
 def make_workloads(block_size: int) -> list[Workload]:
     """Every live size, lengths around block boundaries, a long prompt before small batches."""
     greedy = SamplingParams(temperature=0, max_tokens=block_size + 3, ignore_eos=True)
-    drawn = SamplingParams(temperature=0.9, seed=1, max_tokens=6, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.9, seed=1, max_tokens=4, ignore_eos=True)
     filtered = drawn.replace(top_p=0.9, top_k=20, frequency_penalty=0.5, logit_bias={3: 1.0})
     edges = (block_size - 1, block_size, block_size + 1, 1, 2 * block_size, 2 * block_size + 1)
     found = [Workload("a long prompt", (MAX_LEN - block_size - 8, 3), greedy)]
-    for count in range(MAX_REQS, 0, -1):
-        found.append(Workload(f"{count} at block boundaries", edges[:count], greedy))
-    found.append(Workload("3 drawn", (5, 40, 9), drawn))
-    found.append(Workload("4 filtered", (5, 40, 9, 1), filtered))
+    for kind, params in (("greedy", greedy), ("drawn", drawn), ("filtered", filtered)):
+        for count in range(MAX_REQS, 0, -1):
+            found.append(Workload(f"{count} at block boundaries, {kind}", edges[:count], params))
+    once = greedy.replace(max_tokens=1)
+    found += [Workload(f"a prompt of {size}", (size,), once) for size in reversed(CAPTURE_SIZES)]
     return found
 
 
@@ -100,11 +102,11 @@ def run_checks(
         "max_num_seqs": MAX_REQS,
         "max_num_batched_tokens": 64,
         "skip_tokenizer_init": True,
-        "capture_sizes": "1,2,4,6,16,64",
+        "capture_sizes": CAPTURE_SIZES,
         **{name: value for name, value in engine.items() if value is not None},
     }
     block_size = options.get("block_size") or EngineOptions.block_size
-    options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)  # too few for all: some wait
+    options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)
     workloads = make_workloads(block_size)
     plain = LLM(folder, **{k: v for k, v in options.items() if k != "capture_sizes"})
     expected = None
@@ -142,7 +144,11 @@ def _check(
             continue
         if expected is not None and answers != expected[workload.name]:
             failures.append(f"{case.backend} {case.mode}, {workload.name}: other tokens than eager")
-    case.num_graphs = len(graphs.manager.descriptors)
+    captured = graphs.manager.descriptors
+    for descriptor in captured:
+        if descriptor not in used:
+            failures.append(f"{case.backend} {case.mode}: no workload took {descriptor}")
+    case.num_graphs = len(captured)
     case.used = frozenset(used)
     case.failures = tuple(failures)
     case.seconds = time.perf_counter() - started

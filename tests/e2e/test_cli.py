@@ -215,7 +215,7 @@ def test_check_proves_graphs_equal_and_ends_with_json() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") >= 2
     record = json.loads(done.stdout.splitlines()[-1])
-    assert record == {"cases": 18, "failed": 0, "failures": []}
+    assert record == {"cases": 50, "failed": 0, "failures": []}
 
 
 def test_check_fails_when_a_graph_is_wrong() -> None:
