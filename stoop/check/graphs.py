@@ -9,7 +9,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stoop.checkpoint.report import Report
 from stoop.config.schema import EngineOptions
 from stoop.core.sampling_params import SamplingParams
 from stoop.graph.descriptor import BatchExecutionDescriptor
@@ -38,8 +39,6 @@ TINY_CONFIG = {
 MAX_REQS = 6
 MAX_LEN = 192
 CAPTURE_SIZES = (1, 2, 4, 6, 16, 64)
-
-Report = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)

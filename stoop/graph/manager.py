@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from stoop.checkpoint.report import Report
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape, Dispatcher
 
 log = logging.getLogger(__name__)
-
-Report = Callable[[str, int, int | None], None]
 
 
 class Program(Protocol):

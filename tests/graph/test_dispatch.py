@@ -569,3 +569,11 @@ def test_lazily_planned_metadata_is_planned_in_the_graph(shared: bool) -> None:
     lengths.copy_(torch.tensor([10, 10, 10]))
     manager.replay(graph)
     assert out.tolist() == ([1, 3, 6] if shared else [10, 20, 30])
+
+
+def test_names_that_a_user_may_write_are_those_that_exist() -> None:
+    from stoop.attention.registry import BACKENDS
+    from stoop.config.resolve import ATTENTION_BACKENDS, GRAPH_MODES
+
+    assert set(ATTENTION_BACKENDS) == set(BACKENDS)
+    assert set(GRAPH_MODES) == {mode.value for mode in GraphMode}
