@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stoop.graph.operations import (
-    is_composite,
+    LeafMode,
     is_view,
     overwrites,
     tensors_of,
@@ -120,7 +120,7 @@ def _marked(tensor: Tensor) -> Tensor:
     return tensor == _mark(tensor.dtype)
 
 
-class _Watcher(TorchDispatchMode):
+class _Watcher(LeafMode):
     """Follows reads and writes of buffers, element by element."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
@@ -129,15 +129,7 @@ class _Watcher(TorchDispatchMode):
         self._written = {b.name: _shadow(b, torch.bool) for b in self._buffers.values()}
         self.relied_on = {b.name: _shadow(b, torch.bool) for b in self._buffers.values()}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_view(func):
             with _disable_current_modes():
                 self._note(func, args, kwargs)

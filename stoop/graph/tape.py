@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from stoop.graph.arena import Arena, address_of
 from stoop.graph.operations import (
+    LeafMode,
     base_name,
-    is_composite,
     is_view,
     out_variant,
     returns_tensors,
@@ -131,7 +130,7 @@ class TapeBackend:
             )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(LeafMode):
     active_in: int | None = None  # the thread that captures now
 
     def __init__(self, arena: Arena) -> None:
@@ -140,15 +139,7 @@ class _Recorder(TorchDispatchMode):
         self.entries: list[_Entry | _HostEntry] = []
         self._constants: dict[int, Tensor] = {}  # made by the host in this capture, by address
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_uncapturable(func, args, kwargs)
         if is_view(func):
             return self._view(func, args, kwargs)
