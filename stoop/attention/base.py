@@ -39,8 +39,12 @@ class AttentionSetup:
 
 
 class AttentionBackend(Protocol):
+    """Query tokens of a row stand behind its context, `context_lens`. Keys are live up to
+    `seq_lens`; query tokens past that are dead, and may come out as anything finite."""
+
     name: str
     graph_support: GraphSupport
+    can_advance: bool  # metadata follows lengths on the device, without the host
 
     def buffers(self) -> dict[str, Tensor]:
         """Its persistent buffers, all written anew for every step."""
@@ -51,6 +55,11 @@ class AttentionBackend(Protocol):
 
         With `for_capture`, bounds are the worst case that the graph must serve.
         """
+        ...
+
+    def advance(self, metadata: Any) -> None:
+        """Make metadata fit lengths that have changed on the device since it was built; inside a
+        graph. Only for backends that `can_advance`."""
         ...
 
     def forward(self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: Any) -> Tensor:

@@ -21,6 +21,7 @@ from stoop.ops.library import register
 @dataclass(frozen=True)
 class HostPlanMetadata:
     query_start_loc: Tensor  # [num_reqs + 1] int32
+    context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
     page_indptr: Tensor  # [num_reqs + 1] int32: where a request's pages start
     page_indices: Tensor  # [capacity] int32: blocks, request after request; then null blocks
@@ -28,6 +29,7 @@ class HostPlanMetadata:
 
 class HostPlanBackend:
     name = "hostplan"
+    can_advance = False  # which pages a request has is planned on the host
 
     def __init__(self, setup: AttentionSetup) -> None:
         self.setup = setup
@@ -48,6 +50,7 @@ class HostPlanBackend:
         num_reqs = batch.num_reqs_padded
         return HostPlanMetadata(
             query_start_loc=batch.rows.query_start_loc[: num_reqs + 1],
+            context_lens=batch.step.context_lens[:num_reqs],
             seq_lens=batch.step.seq_lens[:num_reqs],
             page_indptr=self.page_indptr[: num_reqs + 1],
             page_indices=self.page_indices,
@@ -70,6 +73,9 @@ class HostPlanBackend:
         blocks = self.setup.slots.block_table[slot, page]
         self.page_indices.copy_(torch.where(live, blocks, 0))
 
+    def advance(self, metadata: HostPlanMetadata) -> None:
+        raise NotImplementedError("planned on the host: build before each replay")
+
     def forward(
         self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: HostPlanMetadata
     ) -> Tensor:
@@ -78,6 +84,7 @@ class HostPlanBackend:
             q,
             cache,
             metadata.query_start_loc,
+            metadata.context_lens,
             metadata.seq_lens,
             metadata.page_indptr,
             metadata.page_indices,
@@ -89,13 +96,15 @@ class HostPlanBackend:
 
 
 @register(
-    "attend_pages(Tensor q, Tensor cache, Tensor query_start_loc, Tensor seq_lens, "
-    "Tensor page_indptr, Tensor page_indices, float scale, int window, Tensor(a!) out) -> ()"
+    "attend_pages(Tensor q, Tensor cache, Tensor query_start_loc, Tensor context_lens, "
+    "Tensor seq_lens, Tensor page_indptr, Tensor page_indices, float scale, int window, "
+    "Tensor(a!) out) -> ()"
 )
 def attend_pages(  # noqa: PLR0913
     q: Tensor,
     cache: Tensor,
     query_start_loc: Tensor,
+    context_lens: Tensor,
     seq_lens: Tensor,
     page_indptr: Tensor,
     page_indices: Tensor,
@@ -104,17 +113,17 @@ def attend_pages(  # noqa: PLR0913
     out: Tensor,
 ) -> None:
     """Row by row over its pages; tokens of no row are padding and come out as zeros."""
-    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    starts, contexts = query_start_loc.tolist(), context_lens.tolist()
     pages = page_indptr.tolist()
     end = 0
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(seq_lens.tolist()):
         start, end = starts[row], starts[row + 1]
         if start == end:
             continue
         blocks = page_indices[pages[row] : pages[row + 1]]
         gathered = cache.index_select(1, blocks).flatten(1, 2)[:, :length]  # [2, length, ...]
         keys, values = gathered.transpose(1, 2)  # [kv_heads, length, head_dim]
-        seen = _seen(end - start, length, window, q.device)
+        seen = _seen(contexts[row], end - start, length, window, q.device)
         attended = F.scaled_dot_product_attention(
             q[start:end].transpose(0, 1)[None],
             keys[None],
@@ -127,9 +136,11 @@ def attend_pages(  # noqa: PLR0913
     out[end:].zero_()
 
 
-def _seen(num_queries: int, length: int, window: int, device: torch.device) -> Tensor:
-    """[num_queries, length] bool: the last queries of a sequence and the keys that each sees."""
-    query = torch.arange(length - num_queries, length, device=device)[:, None]
+def _seen(context: int, num_queries: int, length: int, window: int, device: torch.device) -> Tensor:
+    """[num_queries, length] bool: queries behind a context and the keys that each sees; a dead
+    one sees what the last live one does."""
+    query = torch.arange(context, context + num_queries, device=device).clamp(max=length - 1)
+    query = query[:, None]
     key = torch.arange(length, device=device)[None, :]
     seen = key <= query
     return seen & (key > query - window) if window else seen

@@ -42,15 +42,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What tiles are cut by. On a CPU exact; on a GPU `seq_lens` are upper bounds."""
+    """What tiles are cut by. On a CPU exact; on a GPU all but `query_lens` are upper bounds."""
 
-    query_lens: np.ndarray  # [num_reqs]
+    query_lens: np.ndarray  # [num_reqs], dead tokens included
+    contexts: np.ndarray  # [num_reqs]
     seq_lens: np.ndarray  # [num_reqs]
 
 
 @dataclass
 class ReferenceMetadata:
     query_start_loc: Tensor  # [num_reqs + 1] int32
+    context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
     block_rows: Tensor  # [num_reqs, max_blocks] int32
     planned: set[int] = field(default_factory=set)  # windows whose plan this step has made
@@ -58,6 +60,7 @@ class ReferenceMetadata:
 
 class ReferenceBackend:
     name = "reference"
+    can_advance = True
 
     def __init__(self, setup: AttentionSetup) -> None:
         self.block_size = setup.block_size
@@ -76,12 +79,19 @@ class ReferenceBackend:
     def build(self, batch: InputBatch, for_capture: bool = False) -> ReferenceMetadata:
         num_reqs = batch.num_reqs_padded
         if not self.reads_lengths:
-            self.host_lengths = Lengths(batch.query_lens_cpu, batch.seq_lens_cpu_upper_bound)
+            bounds = batch.seq_lens_cpu_upper_bound
+            contexts = np.maximum(bounds - batch.query_lens_cpu, 0)
+            self.host_lengths = Lengths(batch.query_lens_cpu, contexts, bounds)
         return ReferenceMetadata(
             query_start_loc=batch.rows.query_start_loc[: num_reqs + 1],
+            context_lens=batch.step.context_lens[:num_reqs],
             seq_lens=batch.step.seq_lens[:num_reqs],
             block_rows=batch.step.block_rows[:num_reqs],
         )
+
+    def advance(self, metadata: ReferenceMetadata) -> None:
+        """The next layer plans anew, from the lengths as they are then."""
+        metadata.planned.clear()
 
     def forward(
         self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: ReferenceMetadata
@@ -90,6 +100,7 @@ class ReferenceBackend:
         if window not in metadata.planned:
             plan_tiles(
                 metadata.query_start_loc,
+                metadata.context_lens,
                 metadata.seq_lens,
                 metadata.block_rows,
                 self.plan_version,
@@ -102,9 +113,10 @@ class ReferenceBackend:
         attend_tiles(q, cache, self.plan_version, shape.scale, window, self.handle, out)
         return out
 
-    def lengths(self, query_start_loc: Tensor, seq_lens: Tensor) -> Lengths:
+    def lengths(self, query_start_loc: Tensor, context_lens: Tensor, seq_lens: Tensor) -> Lengths:
         if self.reads_lengths:
-            return Lengths(np.diff(query_start_loc.numpy()), seq_lens.numpy())
+            query_lens = np.diff(query_start_loc.numpy())
+            return Lengths(query_lens, context_lens.numpy(), seq_lens.numpy())
         assert self.host_lengths is not None
         return self.host_lengths
 
@@ -120,11 +132,12 @@ def _register_backend(backend: ReferenceBackend) -> int:
 
 
 @register(
-    "plan_tiles(Tensor query_start_loc, Tensor seq_lens, Tensor block_rows, "
-    "Tensor(a!) version, ScalarType dtype, int window, int backend) -> ()"
+    "plan_tiles(Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, "
+    "Tensor block_rows, Tensor(a!) version, ScalarType dtype, int window, int backend) -> ()"
 )
 def plan_tiles(
     query_start_loc: Tensor,
+    context_lens: Tensor,
     seq_lens: Tensor,
     block_rows: Tensor,
     version: Tensor,
@@ -134,8 +147,9 @@ def plan_tiles(
 ) -> None:
     """Cut the batch into tiles for the layers of one window."""
     owner = _BACKENDS[backend]
-    lengths = owner.lengths(query_start_loc, seq_lens)
-    planner = _Planner(lengths, seq_lens, block_rows, owner.block_size, window)
+    lengths = owner.lengths(query_start_loc, context_lens, seq_lens)
+    rows = RowState(context_lens, seq_lens, block_rows)
+    planner = _Planner(lengths, rows, owner.block_size, window)
     owner.plans[window] = planner.tiles(dtype)
     owner.num_plans += 1
     version.fill_(owner.num_plans)
@@ -180,24 +194,26 @@ def _attend(tile: Tile, q: Tensor, keys: Tensor, values: Tensor, scale: float) -
     return attended.transpose(1, 2).reshape(q.shape)
 
 
+@dataclass(frozen=True)
+class RowState:
+    """What stands on the device of each row."""
+
+    context_lens: Tensor  # [num_reqs] int32
+    seq_lens: Tensor  # [num_reqs] int32
+    block_rows: Tensor  # [num_reqs, max_blocks] int32
+
+
 class _Planner:
     """Shapes of tiles come from `lengths`, contents from the device."""
 
-    def __init__(
-        self,
-        lengths: Lengths,
-        seq_lens: Tensor,
-        block_rows: Tensor,
-        block_size: int,
-        window: int,
-    ) -> None:
+    def __init__(self, lengths: Lengths, rows: RowState, block_size: int, window: int) -> None:
         # Padding has no queries. It stands behind the live rows.
         self.num_rows = int(np.count_nonzero(lengths.query_lens))
         self.query_lens = lengths.query_lens[: self.num_rows]
+        self.contexts = lengths.contexts[: self.num_rows]
         self.bounds = lengths.seq_lens[: self.num_rows]
         self._sums = np.concatenate(([0], np.cumsum(self.bounds)))
-        self.seq_lens = seq_lens
-        self.block_rows = block_rows
+        self.rows = rows
         self.block_size = block_size
         self.window = window
 
@@ -208,8 +224,7 @@ class _Planner:
             row_query_len = int(self.query_lens[rows.start])
             for offset in range(0, row_query_len, MAX_TILE_QUERIES):
                 query_len = min(MAX_TILE_QUERIES, row_query_len - offset)
-                num_after = row_query_len - offset - query_len
-                tiles.append(self._tile(rows, first_token, query_len, num_after, dtype))
+                tiles.append(self._tile(rows, first_token, offset, query_len, dtype))
                 first_token += (rows.stop - rows.start) * query_len
         return tiles
 
@@ -234,38 +249,41 @@ class _Planner:
         return bool(total >= (1 - MAX_TILE_PADDING) * longest * num_rows)
 
     def _tile(
-        self, rows: slice, first_token: int, query_len: int, num_after: int, dtype: torch.dtype
+        self, rows: slice, first_token: int, offset: int, query_len: int, dtype: torch.dtype
     ) -> Tile:
-        """`query_len` queries of each row, which has `num_after` more behind them."""
-        last = self.seq_lens[rows].long() - num_after  # [rows]: just past the last query
+        """`query_len` queries of each row, which has `offset` others before them."""
+        seq_lens = self.rows.seq_lens[rows].long()
+        first_query = self.rows.context_lens[rows].long() + offset  # [rows]
         # Keys that some query of the tile can see: from `first`, `kv_len` of them at most.
-        kv_len = int(self.bounds[rows].max()) - num_after
-        first = torch.zeros_like(last)
+        past_queries = self.contexts[rows] + offset + query_len
+        kv_len = int(np.minimum(self.bounds[rows], past_queries).max())
+        first = torch.zeros_like(seq_lens)
         if self.window:
             kv_len = min(kv_len, self.window + query_len - 1)
-            first = (last - query_len - self.window + 1).clamp(min=0)
-        key = first[:, None] + torch.arange(kv_len, device=last.device)  # [rows, kv_len]
-        query = last[:, None] - query_len + torch.arange(query_len, device=last.device)
+            first = (first_query - self.window + 1).clamp(min=0)
+        key = first[:, None] + torch.arange(kv_len, device=first.device)  # [rows, kv_len]
+        query = first_query[:, None] + torch.arange(query_len, device=first.device)
+        query = torch.minimum(query, seq_lens[:, None] - 1)  # a dead one sees what the last does
         seen = key[:, None, :] <= query[:, :, None]  # [rows, query_len, kv_len]
         if self.window:
             seen &= key[:, None, :] > query[:, :, None] - self.window
-        # As many keys as queries: a prompt's start, whatever the bounds (a sequence is never
-        # shorter than its queries).
+        # No context and as many keys as queries: a prompt's start. Bounds of a GPU are no lower.
         num_rows = rows.stop - rows.start
         unwindowed = not self.window or self.window >= kv_len
-        causal = num_rows == 1 and query_len == kv_len and unwindowed
+        starts = self.contexts[rows.start] + offset == 0
+        causal = bool(starts) and num_rows == 1 and query_len == kv_len and unwindowed
         return Tile(
             first_token=first_token,
             num_rows=num_rows,
             query_len=query_len,
-            kv_slots=self._kv_slots(key, last, self.block_rows[rows]),
+            kv_slots=self._kv_slots(key, seq_lens, self.rows.block_rows[rows]),
             bias=None if causal else _bias(seen, dtype),
             causal=causal,
         )
 
-    def _kv_slots(self, key: Tensor, last: Tensor, block_rows: Tensor) -> Tensor:
+    def _kv_slots(self, key: Tensor, seq_lens: Tensor, block_rows: Tensor) -> Tensor:
         """Masked places past a row's end read its newest key again: finite, unlike a stale page."""
-        position = torch.minimum(key, (last - 1).clamp(min=0)[:, None])  # [rows, kv_len]
+        position = torch.minimum(key, (seq_lens - 1).clamp(min=0)[:, None])  # [rows, kv_len]
         blocks = block_rows.gather(1, position // self.block_size).long()
         return (blocks * self.block_size + position % self.block_size).flatten()
 

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoop.batch.request_state import RequestState
 from stoop.core.step import PlannedRow
-from stoop.ops.inputs import RowTensors, StepTensors, prepare_inputs
+from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, prepare_inputs
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,18 @@ class InputBatch:
     num_reqs_padded: int
     num_tokens_padded: int
     query_lens_cpu: np.ndarray  # [num_reqs] int64, exact
-    seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64
+    seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64, dead tokens counted
     rows: RowTensors  # whole buffers
     step: StepTensors  # whole buffers
 
     def without_padded_rows(self) -> "InputBatch":
         """For phases that run eagerly behind a graph of the forward pass."""
         return replace(self, num_reqs_padded=self.num_reqs)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any row has drafts to verify; a prompt has none."""
+        return any(row.decodes for row in self.plan_rows)
 
     @property
     def max_seq_len(self) -> int:
@@ -52,6 +56,14 @@ class InputBatch:
     @property
     def last_token_indices(self) -> Tensor:
         return self.step.last_token_indices[: self.num_reqs_padded]
+
+    @property
+    def samples(self) -> Tensor:
+        return self.step.samples[: self.num_reqs_padded]
+
+    @property
+    def row_drafts(self) -> Tensor:
+        return self.step.row_drafts[: self.num_reqs_padded]
 
     @property
     def row_slots(self) -> Tensor:
@@ -78,10 +90,12 @@ class InputBuffers:
             input_ids=zeros(max_tokens, dtype=torch.int32),
             positions=zeros(max_tokens),
             slot_mapping=zeros(max_tokens),
+            context_lens=zeros(max_reqs, dtype=torch.int32),
             seq_lens=zeros(max_reqs, dtype=torch.int32),
             block_rows=zeros(max_reqs, max_blocks, dtype=torch.int32),
             last_token_indices=zeros(max_reqs),
             samples=zeros(max_reqs, dtype=torch.int32),
+            row_drafts=zeros(max_reqs),
             row_slots=zeros(max_reqs),
         )
 
@@ -115,9 +129,9 @@ class InputBuffers:
             step=self.step,
         )
 
-    def fill(self, state: RequestState, block_size: int) -> None:
+    def fill(self, slots: SlotTensors, block_size: int) -> None:
         """Phase I."""
-        prepare_inputs(state.tensors, self.rows, self.step, block_size)
+        prepare_inputs(slots, self.rows, self.step, block_size)
 
     def _copy_in(self, target: Tensor, host: np.ndarray) -> None:
         source = torch.from_numpy(host)

@@ -22,6 +22,9 @@ class RequestState:
             num_tokens=zeros(rows),
             num_computed=zeros(rows),
             num_prompt_tokens=zeros(rows),
+            num_drafts=zeros(rows),
+            draft_limit=zeros(rows),
+            token_limit=zeros(rows),
             block_table=zeros(rows, self.max_blocks, dtype=torch.int32),
         )
 
@@ -32,6 +35,10 @@ class RequestState:
         staged.put(slots.num_tokens, slot, len(admission.token_ids))
         staged.put(slots.num_computed, slot, admission.num_computed)
         staged.put(slots.num_prompt_tokens, slot, admission.num_prompt_tokens)
+        staged.put(slots.num_drafts, slot, 0)
+        staged.put(slots.draft_limit, slot, admission.rules.num_drafts)
+        limit = admission.num_prompt_tokens + admission.rules.max_tokens
+        staged.put(slots.token_limit, slot, min(limit, slots.token_ids.shape[1]))
 
     def append_blocks(self, staged: StagedWrites, append: BlockAppend) -> None:
         staged.put(self.tensors.block_table, append.slot, append.block_ids, append.start)

@@ -1,10 +1,12 @@
-"""Tensors of a folder's safetensors files, read one at a time."""
+"""Tensors of a folder's safetensors files, read one at a time, or of one pickled file."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import pickle
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PICKLED_FILE = "pytorch_model.bin"
 # Mistral's folders hold all weights a second time under other tensor names.
 DUPLICATE_FILES = "consolidated*"
 
@@ -31,11 +34,23 @@ class TensorEntry:
 
 
 class WeightReader:
-    """All tensors of a model folder by name; use as a context manager, or close it."""
+    """All tensors of a model folder by name; use as a context manager, or close it.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    With `allow_pickle`, a folder without safetensors may have a pytorch_model.bin instead.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], allow_pickle: bool = False) -> None:
         self._folder = Path(folder)
-        self._entries = _list_tensors(self._folder)
+        self._pickled: dict[str, torch.Tensor] = {}
+        pickled = self._folder / PICKLED_FILE
+        if allow_pickle and pickled.is_file() and not any(self._folder.glob("*.safetensors")):
+            self._pickled = _read_pickled(pickled)
+            self._entries = {
+                name: TensorEntry(pickled, tuple(tensor.shape), tensor.nbytes)
+                for name, tensor in self._pickled.items()
+            }
+        else:
+            self._entries = _list_tensors(self._folder)
 
     def __enter__(self) -> WeightReader:
         return self
@@ -64,6 +79,8 @@ class WeightReader:
         from safetensors import SafetensorError
 
         entry = self._entry(name)
+        if name in self._pickled:
+            return self._pickled[name]
         # A handle opened per tensor makes a mapping per tensor, which goes when the tensor
         # goes. A lasting handle maps the whole file, and its pages would pile up.
         try:
@@ -77,7 +94,7 @@ class WeightReader:
 
     def close(self) -> None:
         """Forget the files; tensors already given out stay valid."""
-        self._entries = {}
+        self._entries, self._pickled = {}, {}
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self._entries.get(name)
@@ -152,6 +169,37 @@ def _find_files(folder: Path) -> list[Path]:
     raise CheckpointError(
         f"{folder} holds no .safetensors files: fetch the model's weights into it"
     )
+
+
+def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
+    import torch
+
+    try:
+        # Only files in the zip format of torch 1.6 and later can be mapped.
+        mapped = zipfile.is_zipfile(file)
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{file} is damaged, or holds more than tensors, which could run code as it is read: "
+            "convert it to safetensors"
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{file} is truncated or damaged ({_first_line(error)}): fetch the model again"
+        ) from error
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{file} holds no tensors by name: convert it to safetensors")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{file} has {type(tensor).__name__} {name!r} among its tensors: "
+                "convert it to safetensors"
+            )
+    return tensors
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _list_file(file: Path) -> dict[str, TensorEntry]:

@@ -36,6 +36,7 @@ SAMPLING_HELP = {
     "min_tokens": "no stop before this many tokens",
     "logprobs": "log-probabilities of the token and of this many best ones",
     "skip_special_tokens": "leave special tokens out of the text",
+    "num_speculative_tokens": "drafts a step, at most the engine's; 0: none",
 }
 
 
@@ -92,7 +93,9 @@ def _flag_type(hint: Any) -> Any:
 
 def _parameter(bundle: str, name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
     flag = _OTHER_FLAGS.get((bundle, name), "--" + name.replace("_", "-"))
+    short = _SHORT_FLAGS.get((bundle, name))
     option = typer.Option(
+        *([short] if short else []),
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
         help=text,
         rich_help_panel=f"{bundle} options",
@@ -108,6 +111,9 @@ def _parameter(bundle: str, name: str, kind: Any, default: Any, text: str) -> in
 
 # Both groups have a seed; the one of an answer is what people mean.
 _OTHER_FLAGS = {("engine", "seed"): "--engine-seed", ("sampling", "n"): "-n"}
+
+
+_SHORT_FLAGS = {("engine", "speculative_config"): "-sc"}
 
 
 def _gather(

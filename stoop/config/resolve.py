@@ -17,6 +17,7 @@ from stoop.config.schema import (
     LoadConfig,
     ModelSpec,
     ScheduleConfig,
+    SpecConfig,
 )
 
 ATTENTION_BACKENDS = ("reference", "hostplan")
@@ -39,7 +40,13 @@ def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
     return EngineOptions(model=model, **options)
 
 
-def resolve(options: EngineOptions, model: ModelSpec, folder: str, device: str) -> Config:
+def resolve(
+    options: EngineOptions,
+    model: ModelSpec,
+    folder: str,
+    device: str,
+    spec: SpecConfig | None = None,
+) -> Config:
     """`device` is the concrete one that the worker found for `options.device`."""
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format={options.load_format!r}: use auto or dummy")
@@ -48,14 +55,16 @@ def resolve(options: EngineOptions, model: ModelSpec, folder: str, device: str) 
             f"attention_backend={options.attention_backend!r}: use "
             f"{' or '.join(ATTENTION_BACKENDS)}"
         )
+    schedule = _schedule(options, model, device, spec)
     return Config(
         model=model,
         load=LoadConfig(folder, options.load_format == "dummy", options.seed),
         device=DeviceConfig(device, _dtype(options.dtype, model)),
         cache=_cache(options),
-        schedule=_schedule(options, model, device),
+        schedule=schedule,
         attention_backend=options.attention_backend,
-        graph=_graph(options, max_tokens=_schedule(options, model, device).max_num_batched_tokens),
+        graph=_graph(options, max_tokens=schedule.max_num_batched_tokens),
+        spec=spec,
     )
 
 
@@ -121,7 +130,9 @@ def _switch(name: str, value: object) -> bool:
     return value
 
 
-def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> ScheduleConfig:
+def _schedule(
+    options: EngineOptions, model: ModelSpec, device: str, spec: SpecConfig | None
+) -> ScheduleConfig:
     max_model_len = _given("max_model_len", options.max_model_len, model.max_position)
     if max_model_len > model.max_position:
         raise ConfigError(
@@ -130,14 +141,16 @@ def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> Schedule
         )
     default_seqs = 16 if device == "cpu" else 256
     max_num_seqs = _given("max_num_seqs", options.max_num_seqs, default_seqs)
-    default_tokens = max(2048, max_num_seqs)
+    num_drafts = spec.num_tokens if spec else 0
+    default_tokens = max(2048, max_num_seqs * (num_drafts + 1))
     if not options.enable_chunked_prefill:
         default_tokens = max(default_tokens, max_model_len)
     max_tokens = _given("max_num_batched_tokens", options.max_num_batched_tokens, default_tokens)
-    if max_tokens < max_num_seqs:
+    if max_tokens < max_num_seqs * (num_drafts + 1):
+        drafts = f" times {num_drafts + 1} tokens of a step" if spec else ""
         raise ConfigError(
-            f"max_num_batched_tokens={max_tokens} is below max_num_seqs={max_num_seqs}, so that "
-            "not every request could decode in a step: raise the first or lower the second"
+            f"max_num_batched_tokens={max_tokens} is below max_num_seqs={max_num_seqs}{drafts}, so "
+            "that not every request could decode in a step: raise the first or lower the second"
         )
     if not options.enable_chunked_prefill and max_tokens < max_model_len:
         raise ConfigError(
@@ -145,7 +158,14 @@ def _schedule(options: EngineOptions, model: ModelSpec, device: str) -> Schedule
             f"{max_model_len} with chunked prefill off: raise it or leave chunked prefill on"
         )
     chunked = _switch("enable_chunked_prefill", options.enable_chunked_prefill)
-    return ScheduleConfig(max_model_len, max_num_seqs, max_tokens, chunked)
+    return ScheduleConfig(
+        max_model_len,
+        max_num_seqs,
+        max_tokens,
+        chunked,
+        num_drafts=num_drafts,
+        drafter_has_kv=spec is not None and spec.head is not None,
+    )
 
 
 def _given(name: str, value: int | None, default: int) -> int:

@@ -1,8 +1,8 @@
 """The frozen groups of the configuration. Each part of the engine gets the slice that it needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -60,6 +60,49 @@ class ModelSpec:
         return self.num_layers * (attention + mlp) + embeddings
 
 
+DraftMethod = Literal["eagle", "eagle3"]
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """An EAGLE draft head, with every convention spelled out.
+
+    Slot i of a head takes the target's feature of position i and the embedding of token i + 1, and
+    predicts token i + 2.
+    """
+
+    method: DraftMethod
+    decoder: ModelSpec  # of its layers; vocab_size is that of its drafts
+    target_hidden_size: int
+    target_vocab_size: int
+    # The target's residual stream as it enters these layers (the number of layers: as it leaves
+    # the last one), in this order. None for EAGLE-1, whose feature is the normalised last state.
+    taps: tuple[int, ...] = ()
+    fc_bias: bool = False
+    norm_before_fc: bool = False  # one norm over all taps together
+    fc_norms: bool = False  # a norm for each tap
+    norm_before_residual: bool = False  # the residual stream starts from the normalised feature
+    norm_output: bool = False  # the next draft gets the normalised output as its feature
+    own_embedding: bool = False  # else the target's
+    own_lm_head: bool = True  # else the target's
+    maps_vocabulary: bool = False  # drafts are numbered apart: `d2t` has the offsets
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """Speculative decoding, settled."""
+
+    method: Literal["eagle", "eagle3", "ngram"]
+    num_tokens: int  # K, drafts of a step
+    folder: str | None = None  # of the head
+    head: HeadSpec | None = None
+    probabilistic: bool = False  # drafts are drawn, not the likeliest
+    # Benchmarks only: draft j is accepted with this chance, whatever it is, if those before were.
+    synthetic_rates: tuple[float, ...] | None = None
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 4
+
+
 @dataclass(frozen=True)
 class LoadConfig:
     folder: str
@@ -88,6 +131,18 @@ class ScheduleConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool = True
+    num_drafts: int = 0  # K
+    drafter_has_kv: bool = False  # in the same blocks as the target's
+
+    @property
+    def query_len(self) -> int:
+        """Query tokens of a decoding request: its newest token and K places for drafts."""
+        return self.num_drafts + 1
+
+    @property
+    def num_lookahead(self) -> int:
+        """Tokens behind a step's own for which the drafter writes KV."""
+        return self.num_drafts - 1 if self.drafter_has_kv else 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +161,11 @@ class Config:
     schedule: ScheduleConfig
     attention_backend: str = "reference"
     graph: GraphConfig = GraphConfig()
+    spec: SpecConfig | None = None
+
+    @property
+    def head(self) -> HeadSpec | None:
+        return self.spec.head if self.spec else None
 
 
 @dataclass(frozen=True)
@@ -163,6 +223,13 @@ class EngineOptions:
     graph_mode: str = field(
         default="none",
         metadata={"help": "none, piecewise, full, full_decode_only, full_and_piecewise or step"},
+    )
+    speculative_config: str | Mapping[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "JSON of the drafter: method (eagle, eagle3, ngram), model, "
+            "num_speculative_tokens ...; none: no drafts"
+        },
     )
     capture_sizes: str | Sequence[int] | None = field(
         default=None,

@@ -1,5 +1,6 @@
 """The shape and price of the KV cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoop.config.schema import ModelSpec
@@ -10,23 +11,25 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class KVLayout:
-    """One tensor a layer: [2, num_blocks, block_size, num_kv_heads, head_dim], keys then values."""
+    """One tensor a layer: [2, num_blocks, block_size, num_kv_heads, head_dim], keys then values.
 
-    num_layers: int
+    All layers share block numbers: a drafter's follow the target's.
+    """
+
     block_size: int
-    num_kv_heads: int
-    head_dim: int
     dtype: str
+    layers: tuple[tuple[int, int], ...]  # KV heads and head size of each
 
     @staticmethod
-    def of(model: ModelSpec, block_size: int, dtype: str) -> "KVLayout":
-        return KVLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, dtype)
+    def of(models: Sequence[ModelSpec], block_size: int, dtype: str) -> "KVLayout":
+        layers = [(m.num_kv_heads, m.head_dim) for m in models for _ in range(m.num_layers)]
+        return KVLayout(block_size, dtype, tuple(layers))
 
-    def shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+    def shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
+        return [(2, num_blocks, self.block_size, heads, size) for heads, size in self.layers]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        elements = 2 * self.block_size * self.num_kv_heads * self.head_dim
-        return self.num_layers * elements * DTYPE_BYTES[self.dtype]
+        elements = sum(2 * self.block_size * heads * size for heads, size in self.layers)
+        return elements * DTYPE_BYTES[self.dtype]

@@ -1,6 +1,7 @@
 """What a user gets back."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -8,6 +9,58 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+@dataclass
+class SpecCounts:
+    """How drafts fared."""
+
+    num_drafts: int = 0  # steps that verified any
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(num_positions: int) -> "SpecCounts":
+        return SpecCounts(num_accepted_tokens_per_pos=[0] * num_positions)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    def minus(self, earlier: "SpecCounts") -> "SpecCounts":
+        """What was counted since."""
+        old = earlier.num_accepted_tokens_per_pos or [0] * len(self.num_accepted_tokens_per_pos)
+        new = self.num_accepted_tokens_per_pos
+        return SpecCounts(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            [b - a for a, b in zip(old, new, strict=True)],
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of a step that verified drafts: those accepted, and the one behind them."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """By position: the share of such steps that accepted the draft there."""
+        total = max(self.num_drafts, 1)
+        return [count / total for count in self.num_accepted_tokens_per_pos]
+
+    def as_metrics(self) -> dict[str, Any]:
+        return {
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+            "spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "spec_decode_mean_acceptance_length": self.mean_acceptance_length,
+        }
 
 
 @dataclass
@@ -19,6 +72,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # one a token
     finish_reason: str | None = None  # stop, length or abort
     stop_reason: int | str | None = None
+    spec: SpecCounts | None = None  # of this answer; None if the engine does not speculate
 
     @property
     def finished(self) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from stoop.core.outputs import SpecCounts
 from stoop.core.sampling_params import SamplingParams
 
 
@@ -19,6 +20,7 @@ class TokenRules:
     params: SamplingParams
     seed: int
     max_tokens: int
+    num_drafts: int = 0  # at most, of a step
     stop_ids: frozenset[int] = frozenset()  # end-of-text tokens (unless ignored) and the user's
     bad_words: tuple[tuple[int, ...], ...] = ()
 
@@ -48,6 +50,7 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None  # stop, length or abort
     stop_reason: int | str | None = None  # the token or the string that stopped it
+    spec: SpecCounts = field(default_factory=SpecCounts)  # how its drafts fared
 
     # What it holds while running.
     slot: int = -1

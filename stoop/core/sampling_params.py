@@ -63,6 +63,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # -1: the whole vocabulary
     detokenize: bool = True
     skip_special_tokens: bool = True
+    num_speculative_tokens: int | None = None  # drafts a step; None: as the engine does; 0: none
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -92,6 +93,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
         _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        if self.num_speculative_tokens is not None:
+            _whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower it"

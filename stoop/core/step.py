@@ -32,26 +32,20 @@ class PlannedRow:
     request_id: str
     epoch: int
     slot: int
-    num_tokens: int  # query tokens of this step
+    num_tokens: int  # query tokens of this step, for a decode with K places for drafts
     num_computed: int  # tokens before them; an upper bound when steps are in flight
-    samples: bool  # whether the last of them is the newest known token
+    seq_len: int  # with them, as far as the model's limit allows; an upper bound
+    num_reserved: int  # tokens that its blocks can hold; a drafter writes behind seq_len
+    samples: bool  # whether they reach the newest known token
+    decodes: bool  # one new token behind the prompt; a prompt's last token alone is not a decode
     rules: TokenRules
     num_prompt_tokens: int
-
-    @property
-    def seq_len(self) -> int:
-        return self.num_computed + self.num_tokens
-
-    @property
-    def decodes(self) -> bool:
-        """One new token behind the prompt. A prompt's last token alone is not a decode."""
-        return self.num_tokens == 1 and self.samples and self.num_computed >= self.num_prompt_tokens
 
 
 @dataclass(frozen=True)
 class StepPlan:
     index: int
-    rows: list[PlannedRow]  # decodes (one token) lead
+    rows: list[PlannedRow]  # decodes lead
     admissions: list[Admission] = field(default_factory=list)
     block_appends: list[BlockAppend] = field(default_factory=list)
 
@@ -77,6 +71,7 @@ class RowResult:
     scores: list[TokenScores] = field(default_factory=list)  # one a token, if asked for
     prompt_scores: list[TokenScores] = field(default_factory=list)  # of this chunk, if asked for
     prompt_scores_start: int = 0  # the prompt token that the first of them scores
+    num_drafts: int = 0  # drafts that were verified; all but one of the tokens are such
 
 
 @dataclass(frozen=True)

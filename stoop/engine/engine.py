@@ -7,13 +7,15 @@ from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.report import Report
 from stoop.config.errors import RequestError
 from stoop.config.resolve import resolve
-from stoop.config.schema import Config, EngineOptions
+from stoop.config.schema import Config, EngineOptions, ModelSpec, SpecConfig
+from stoop.config.speculation import parse_speculation, settle_speculation
 from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepResult
 from stoop.engine.inputs import InputProcessor, Prompt
 from stoop.engine.outputs import Answer, RequestGroup
+from stoop.models.head_config import proposed_drafts, read_head_spec
 from stoop.models.hf_config import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
@@ -141,6 +143,7 @@ class Engine:
             "num_preemptions": stats.num_preemptions,
             "prefix_cache_queried_tokens": cache.num_queried_tokens,
             "prefix_cache_hit_tokens": cache.num_hit_tokens,
+            **stats.spec.as_metrics(),
             "kv_cache_usage": pool.num_used / pool.num_usable,
             "kv_cache_blocks": pool.num_usable,
             "kv_cache_tokens": pool.num_usable * scheduler.block_size,
@@ -152,9 +155,25 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     """Find the model, settle the configuration, load."""
     device = find_device(options.device)
     folder = resolve_model(options.model, revision=options.revision, report=report)
-    config = resolve(options, read_model_spec(folder), str(folder), device)
+    model = read_model_spec(folder)
+    config = resolve(options, model, str(folder), device, _find_drafter(options, model, report))
     tokenizer = None
     if not options.skip_tokenizer_init:
         source = Path(options.tokenizer) if options.tokenizer else folder
         tokenizer = Tokenizer.from_folder(source)
     return Engine(config, tokenizer, options.seed, report)
+
+
+def _find_drafter(
+    options: EngineOptions, model: ModelSpec, report: Report | None
+) -> SpecConfig | None:
+    """The drafter that was asked for, its head read and held against the target."""
+    wanted = parse_speculation(options.speculative_config)
+    if wanted is None:
+        return None
+    if wanted.model is None:
+        return settle_speculation(wanted, None, None)
+    folder = resolve_model(wanted.model, revision=wanted.revision, report=report)
+    dummy = options.load_format == "dummy"
+    head = read_head_spec(folder, model, wanted.method, dummy=dummy)
+    return settle_speculation(wanted, head, str(folder), proposed_drafts(folder))

@@ -19,6 +19,7 @@ class InputProcessor:
     def __init__(self, config: Config, tokenizer: Tokenizer | None, seed: int) -> None:
         self.vocab_size = config.model.vocab_size
         self.max_model_len = config.schedule.max_model_len
+        self.num_drafts = config.schedule.num_drafts
         eos_token_ids = set(config.model.eos_token_ids)
         if not eos_token_ids and tokenizer and tokenizer.eos_token_id is not None:
             eos_token_ids = {tokenizer.eos_token_id}
@@ -84,6 +85,7 @@ class InputProcessor:
             stop_ids |= self.eos_token_ids
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         bad_words = self._bad_words(params.bad_words)
+        num_drafts = self._num_drafts(params)
         # The first answer's pass over the prompt speaks for all.
         others = params.replace(prompt_logprobs=None)
         return [
@@ -91,11 +93,22 @@ class InputProcessor:
                 params=others if index else params,
                 seed=_signed(seed + index * _SEED_STRIDE),
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                num_drafts=num_drafts,
                 stop_ids=stop_ids,
                 bad_words=bad_words,
             )
             for index in range(params.n)
         ]
+
+    def _num_drafts(self, params: SamplingParams) -> int:
+        wanted = params.num_speculative_tokens
+        if wanted is not None and wanted > self.num_drafts:
+            has = f"drafts {self.num_drafts} tokens a step" if self.num_drafts else "does not draft"
+            raise RequestError(
+                f"num_speculative_tokens={wanted}, and the engine {has}: ask for at most "
+                f"{self.num_drafts}, or start it with another speculative_config"
+            )
+        return self.num_drafts if wanted is None else wanted
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:

@@ -1,5 +1,6 @@
 """What becomes of each request's tokens: text, log-probabilities, and the user's output."""
 
+import copy
 import time
 from collections.abc import Sequence
 
@@ -69,6 +70,7 @@ class Answer:
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            spec=copy.deepcopy(request.spec) if request.rules.num_drafts else None,
         )
 
     def _without_stop_token(self, new_ids: Sequence[int]) -> Sequence[int]:
@@ -84,8 +86,11 @@ class Answer:
         assert self._stream is not None
         extra = self.request.num_output_tokens - self._stream.num_tokens
         if extra > 0:
+            dropped = self.request.token_ids[-extra:]
             del self.request.token_ids[-extra:]
             if self.logprobs is not None:
+                for token, entry in zip(dropped, self.logprobs[-extra:], strict=True):
+                    self.cumulative_logprob -= entry[token].logprob
                 del self.logprobs[-extra:]
 
 

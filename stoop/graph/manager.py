@@ -36,12 +36,30 @@ class GraphBackend(Protocol):
         ...
 
 
+class GraphWatch(Protocol):
+    """Who looks on while graphs are captured and replayed; the sanitizer."""
+
+    def learn(self, key: Any, function: Callable[[], object]) -> None:
+        """Run what a capture runs, and remember what its graph will rely on."""
+        ...
+
+    def check_reads(self, key: Any, reader: str) -> None:
+        """Refuse a replay that would read what nobody refreshed."""
+        ...
+
+    def begin_draft_decode(self) -> None:
+        """What was derived for the draft before is stale from here on."""
+        ...
+
+
 @dataclass(frozen=True)
 class CapturedAttentionState:
     """The attention metadata and KV slots that one captured graph reads, by identity."""
 
     metadata: Any
     slot_mapping: Tensor  # [num_tokens] int64
+    batch: Any  # the padded view of the input buffers that goes with it
+    draft: "CapturedAttentionState | None" = None  # of draft decodes in the same graph
 
 
 Prepare = Callable[[BatchExecutionDescriptor], CapturedAttentionState]
@@ -51,11 +69,17 @@ Run = Callable[[BatchExecutionDescriptor, CapturedAttentionState], None]
 class CudaGraphManager:
     """Holds one program a descriptor. The backend may be CUDA's or the tape."""
 
+    name = ""  # of the phase in messages; the target has none
+
     def __init__(
-        self, backend: GraphBackend, descriptors: Iterable[BatchExecutionDescriptor]
+        self,
+        backend: GraphBackend,
+        descriptors: Iterable[BatchExecutionDescriptor],
+        watch: GraphWatch | None = None,
     ) -> None:
         self.backend = backend
         self.descriptors = list(descriptors)
+        self.watch = watch
         self._dispatcher = Dispatcher(self.descriptors)
         self._programs: dict[BatchExecutionDescriptor, Program] = {}
         self.capturing = False  # and not warming up
@@ -69,16 +93,18 @@ class CudaGraphManager:
         for done, descriptor in enumerate(sorted(self.descriptors, key=_capture_order)):
             # Warm-up has a state of its own: whatever a backend plans lazily in it must be
             # planned again inside the graph.
-            run(descriptor, prepare(descriptor))
+            self._run_watched(run, descriptor, prepare(descriptor))
             state = prepare(descriptor)
             self._programs[descriptor] = self._capture_one(run, descriptor, state)
             states[descriptor] = state
             if report:
-                report("capturing graphs", done + 1, len(self.descriptors))
+                stage = f"capturing {self.name} graphs".replace("  ", " ")
+                report(stage, done + 1, len(self.descriptors))
         if states:
             log.info(
-                "captured %d graphs in %.1f s, %.1f MiB",
+                "captured %d %sgraphs in %.1f s, %.1f MiB",
                 len(states),
+                self.name and f"{self.name} ",
                 time.perf_counter() - started,
                 self.backend.num_bytes / 2**20,
             )
@@ -87,7 +113,16 @@ class CudaGraphManager:
     def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
         return self._dispatcher.dispatch(shape)
 
-    def replay(self, descriptor: BatchExecutionDescriptor, context: Any = None) -> None:
+    def holds(self, descriptor: BatchExecutionDescriptor) -> bool:
+        return descriptor in self._programs
+
+    def replay(
+        self, descriptor: BatchExecutionDescriptor, context: Any = None, part: str = ""
+    ) -> None:
+        """`part` tells one of several replays in a step from the others."""
+        if self.watch is not None:
+            label = f"{self.name}{part}, " if self.name else ""
+            self.watch.check_reads((self.name, descriptor), f"{label}{descriptor}")
         self._programs[descriptor].replay(context)
 
     def _capture_one(
@@ -95,9 +130,20 @@ class CudaGraphManager:
     ) -> Program:
         self.capturing = True
         try:
-            return self.backend.capture(lambda: run(descriptor, state))
+            return self.backend.capture(lambda: self._run_watched(run, descriptor, state))
         finally:
             self.capturing = False
+
+    def _run_watched(
+        self, run: Run, descriptor: BatchExecutionDescriptor, state: CapturedAttentionState
+    ) -> None:
+        """What a graph reads is learnt from its capture, or, as attention between pieces runs
+        outside it, from the warm-up of a piecewise one."""
+        pieces = descriptor.mode is RunMode.PIECEWISE
+        if self.watch is None or self.capturing == pieces:
+            run(descriptor, state)
+        else:
+            self.watch.learn((self.name, descriptor), lambda: run(descriptor, state))
 
 
 def _capture_order(descriptor: BatchExecutionDescriptor) -> tuple[bool, int]:

@@ -30,6 +30,7 @@ class Lifetime(Enum):
     CONSTANT = "constant"  # weights, tables
     SLOT = "slot"  # KV, block tables, request state
     STEP = "step"  # inputs, metadata, what phases hand over
+    DRAFT = "draft"  # derived anew for each draft decode of a step
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class BadPadding(SanitizerError):
 
 class Sanitizer:
     def __init__(self, buffers: Iterable[Buffer]) -> None:
-        self.buffers = [b for b in buffers if b.lifetime is Lifetime.STEP]
+        self.buffers = [b for b in buffers if b.lifetime in (Lifetime.STEP, Lifetime.DRAFT)]
         self.step = 0
         # By buffer: the step that wrote each element last, 0 for never.
         self._stamps = {b.name: _shadow(b, torch.int64) for b in self.buffers}
@@ -90,7 +91,12 @@ class Sanitizer:
     def begin_step(self) -> None:
         self._stamp_written()
         self.step += 1
-        self._mark_all()
+        self._mark_all(self.buffers)
+
+    def begin_draft_decode(self) -> None:
+        """What was derived for the draft before does not count as fresh."""
+        self._stamp_written()
+        self._mark_all([b for b in self.buffers if b.lifetime is Lifetime.DRAFT])
 
     def check_reads(self, key: Any, reader: str) -> None:
         """Refuse a replay that would read an element which this step has not written."""
@@ -104,8 +110,9 @@ class Sanitizer:
         for buffer in self.buffers:
             self._stamps[buffer.name][~_marked(buffer.tensor).cpu()] = self.step
 
-    def _mark_all(self) -> None:
-        for buffer in self.buffers:
+    @staticmethod
+    def _mark_all(buffers: Iterable[Buffer]) -> None:
+        for buffer in buffers:
             buffer.tensor.fill_(_mark(buffer.tensor.dtype))
 
 
@@ -167,5 +174,7 @@ def _shadow(buffer: Buffer, dtype: torch.dtype) -> Tensor:
 
 
 def _same_part(shadow: Tensor, tensor: Tensor) -> Tensor:
-    """The elements of a buffer's shadow that a view of the buffer shows."""
-    return shadow.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    """The elements of a buffer's shadow that a view of the buffer shows, each once."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    shape = [min(size, 1) if stride == 0 else size for size, stride in pairs]  # expanded
+    return shadow.as_strided(shape, tensor.stride(), tensor.storage_offset())

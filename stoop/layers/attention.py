@@ -13,7 +13,11 @@ from stoop.ops.rope import apply_rope
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    """`layer` numbers its KV cache; `in_size` is that of the input where it is not the model's."""
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, *, window: int | None, in_size: int | None = None
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.q_size = spec.num_heads * spec.head_dim
@@ -23,11 +27,11 @@ class Attention(nn.Module):
             spec.num_kv_heads,
             spec.head_dim,
             scale=spec.head_dim**-0.5,
-            window=spec.windows[layer] if spec.windows else None,
+            window=window,
         )
         self.qkv_proj = FusedLinear(
             ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
+            in_size or spec.hidden_size,
             (self.q_size, self.kv_size, self.kv_size),
             spec.qkv_bias,
         )

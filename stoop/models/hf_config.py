@@ -24,10 +24,16 @@ DEFAULT_WINDOW = 4096
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    config = _read_json(folder / "config.json")
-    architecture = _architecture(config)
+    config = read_json(folder / "config.json")
+    return model_spec(config, _architecture(config), _eos_ids(folder, config))
+
+
+def model_spec(
+    config: dict[str, Any], architecture: str, eos_token_ids: tuple[int, ...] = ()
+) -> ModelSpec:
+    """The spec of a config whose architecture is settled: a model's, or that of a head's layers."""
     _refuse_unsupported(config)
-    reader = _Reader(config)
+    reader = Reader(config)
     num_heads = reader.whole("num_attention_heads")
     hidden_size = reader.whole("hidden_size")
     head_dim = reader.whole("head_dim", default=hidden_size // num_heads)
@@ -64,11 +70,11 @@ def read_model_spec(folder: Path) -> ModelSpec:
         qk_norm=architecture == "Qwen3ForCausalLM",
         windows=_windows(config, architecture, num_layers),
         bos_token_id=_first(config.get("bos_token_id")),
-        eos_token_ids=_eos_ids(folder, config),
+        eos_token_ids=eos_token_ids,
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -106,7 +112,7 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise CheckpointError("partial_rotary_factor other than 1 is not supported")
 
 
-class _Reader:
+class Reader:
     """Required numbers of a config, each checked."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -266,7 +272,7 @@ def _first(value: Any) -> int | None:
 def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """End-of-text tokens: the generation config's if it has them, else the model's."""
     generation = folder / "generation_config.json"
-    value = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    value = read_json(generation).get("eos_token_id") if generation.exists() else None
     if value is None:
         value = config.get("eos_token_id")
     if value is None:

@@ -4,7 +4,7 @@ They differ in biases, norms of q and k, windows and rotary scaling, all of whic
 out; so they are one model. It knows nothing of requests, graphs or speculation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, window: int | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = Attention(spec, layer)
+        self.self_attn = Attention(spec, layer, window=window)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
@@ -77,7 +77,8 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
+        windows = spec.windows or (None,) * spec.num_layers
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, w) for i, w in enumerate(windows))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = OutputHead(
             spec.vocab_size,
@@ -97,17 +98,30 @@ class LlamaModel(nn.Module):
             dtype=weight.dtype,
         )
 
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        ctx: ForwardContext,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states.
+
+        Returned with them: the residual stream as it enters each layer of `taps`, or, for the
+        number of layers, as it leaves the last one.
+        """
         assert self.rotary is not None, "call prepare() first"
         rotary = self.rotary.lookup(positions)
         branch: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
-        for layer in self.layers:
+        streams: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in taps:
+                streams[index] = branch if residual is None else residual + branch
             branch, residual = layer(branch, residual, rotary, ctx)
         assert residual is not None
-        hidden, _ = self.norm.add(branch, residual)
-        return hidden
+        hidden, streams[len(self.layers)] = self.norm.add(branch, residual)
+        return hidden, [streams[tap] for tap in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] to [n, vocab_size], in float32 or better."""

@@ -1,14 +1,19 @@
 """A checkpoint folder into a model on its device, one tensor at a time."""
 
 import re
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from stoop.checkpoint.report import Report
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError
-from stoop.config.schema import Config, LoadConfig
+from stoop.config.schema import Config
+from stoop.layers.weights import WeightSlot
 from stoop.models.llama import LlamaModel
 from stoop.models.registry import model_class
 
@@ -17,13 +22,15 @@ _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
 
 DUMMY_STD = 0.02
 
+Module = TypeVar("Module", bound=nn.Module)
+
 
 def load_model(config: Config, report: Report | None = None) -> LlamaModel:
     """Build the model without memory, give it memory on the device, fill that in place."""
     dtype = getattr(torch, config.device.dtype)
     model = build_model(config, dtype)
     if config.load.dummy:
-        _fill_dummy(model, config.load)
+        fill_dummy(model, model.embed_tokens.weight.device, config.load.seed)
     else:
         with WeightReader(Path(config.load.folder)) as reader:
             fill_from(model, reader, report)
@@ -32,46 +39,68 @@ def load_model(config: Config, report: Report | None = None) -> LlamaModel:
 
 
 def build_model(config: Config, dtype: torch.dtype) -> LlamaModel:
+    cls = model_class(config.model)
+    return build(lambda: cls(config.model), config.device.device, dtype)
+
+
+def build(make: Callable[[], Module], device: str, dtype: torch.dtype) -> Module:
+    """A module in `dtype`, first without memory, then with memory on the device, not yet filled."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model = model_class(config.model)(config.model)
+            module = make()
     finally:
         torch.set_default_dtype(default)
-    return model.to_empty(device=config.device.device).eval()
+    return module.to_empty(device=device).eval()
 
 
 def fill_from(model: LlamaModel, reader: WeightReader, report: Report | None = None) -> None:
     slots = list(model.weight_slots())
-    _check_names(model, {slot.name for slot in slots}, reader.names())
+    found = {name for name in reader.names() if not _IGNORED.search(name)}
+    if model.lm_head.tied:
+        found.discard("lm_head.weight")
+    check_names({slot.name for slot in slots}, found, "the checkpoint")
+    fill_slots(slots, reader, {name: name for name in found}, report)
+
+
+def fill_slots(
+    slots: Sequence[WeightSlot],
+    reader: WeightReader,
+    stored: Mapping[str, str],
+    report: Report | None = None,
+) -> None:
+    """Copy every tensor to its place; `stored` has the checkpoint's name for that of each slot."""
     total = sum(slot.view.numel() for slot in slots)
     done = 0
     for name, view in slots:
-        if reader.shape(name) != tuple(view.shape):
-            raise CheckpointError(
-                f"tensor {name} has shape {list(reader.shape(name))} where config.json asks for "
-                f"{list(view.shape)}: the config and the weights do not belong together"
-            )
-        view.copy_(reader.tensor(name))
+        shape = reader.shape(stored[name])
+        check_shape(stored[name], shape, tuple(view.shape))
+        view.copy_(reader.tensor(stored[name]))
         done += view.numel()
         if report:
             report("loading weights", done, total)
 
 
-def _check_names(model: LlamaModel, wanted: set[str], found: set[str]) -> None:
+def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        raise CheckpointError(
+            f"tensor {name} has shape {list(shape)} where config.json asks for "
+            f"{list(wanted)}: the config and the weights do not belong together"
+        )
+
+
+def check_names(wanted: AbstractSet[str], found: AbstractSet[str], owner: str) -> None:
     missing = sorted(wanted - found)
     if missing:
         raise CheckpointError(
-            f"the checkpoint lacks {_some(missing)}: fetch it again, or check that config.json "
+            f"{owner} lacks {_some(missing)}: fetch it again, or check that config.json "
             "belongs to it"
         )
-    extra = {name for name in found - wanted if not _IGNORED.search(name)}
-    if model.lm_head.tied:
-        extra.discard("lm_head.weight")
+    extra = sorted(found - wanted)
     if extra:
         raise CheckpointError(
-            f"the checkpoint has {_some(sorted(extra))}, which config.json does not account for: "
+            f"{owner} has {_some(extra)}, which config.json does not account for: "
             "the config and the weights do not belong together"
         )
 
@@ -80,12 +109,13 @@ def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
-def _fill_dummy(model: LlamaModel, load: LoadConfig) -> None:
-    """Random matrices, norms of one, biases of zero; the same for the same seed and device."""
-    device = model.embed_tokens.weight.device
-    generator = torch.Generator(device=device).manual_seed(load.seed)
-    for name, parameter in model.named_parameters():
+def fill_dummy(module: nn.Module, device: torch.device, seed: int) -> None:
+    """Random matrices, norms of one, biases and whole numbers of zero; repeatable by seed."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, parameter in module.named_parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(0, DUMMY_STD, generator=generator)
+        elif name.endswith("bias") or not parameter.is_floating_point():
+            parameter.data.zero_()
         else:
-            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.data.fill_(1.0)

@@ -12,12 +12,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SlotTensors:
-    """State by slot. The last row is a sink: padding reads and writes it, nobody else."""
+    """State by slot. The last row is a sink: padding reads and writes it, nobody else.
 
-    token_ids: Tensor  # [slots + 1, max_model_len] int32: prompt, then output
+    Drafts stand in `token_ids` right behind the known tokens, as if they were known: inputs,
+    penalties and bad words find them where they would find accepted ones.
+    """
+
+    token_ids: Tensor  # [slots + 1, max_model_len] int32: prompt, output, then drafts
     num_tokens: Tensor  # [slots + 1] int64: known tokens
     num_computed: Tensor  # [slots + 1] int64: tokens whose KV is written
     num_prompt_tokens: Tensor  # [slots + 1] int64
+    num_drafts: Tensor  # [slots + 1] int64: drafts behind the known tokens
+    draft_limit: Tensor  # [slots + 1] int64: drafts that the request wants at most
+    token_limit: Tensor  # [slots + 1] int64: known tokens at which the request ends
     block_table: Tensor  # [slots + 1, max_blocks] int32
 
     @property
@@ -35,15 +42,21 @@ class RowTensors:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What phase I writes and the other phases read."""
+    """What phase I writes and the other phases read.
+
+    A row may have more query tokens than it has known tokens and drafts: the rest are dead, and
+    look like padding.
+    """
 
     input_ids: Tensor  # [max_tokens] int32; padding 0
     positions: Tensor  # [max_tokens] int64; padding 0
     slot_mapping: Tensor  # [max_tokens] int64; padding -1
-    seq_lens: Tensor  # [max_reqs] int32, this step's tokens included; padding 0
+    context_lens: Tensor  # [max_reqs] int32: tokens before this step's; padding 0
+    seq_lens: Tensor  # [max_reqs] int32: with this step's live tokens; padding 0
     block_rows: Tensor  # [max_reqs, max_blocks] int32; padding 0, the null block
-    last_token_indices: Tensor  # [max_reqs] int64: a row's last token in the batch; padding 0
+    last_token_indices: Tensor  # [max_reqs] int64: the newest known token's place; padding 0
     samples: Tensor  # [max_reqs] int32: 1 if the row reaches its newest token; padding 0
+    row_drafts: Tensor  # [max_reqs] int64: drafts behind that token; padding 0
     row_slots: Tensor  # [max_reqs] int64: `idx_mapping` with the sink for padding
 
 
@@ -52,35 +65,42 @@ PADDING = {
     "input_ids": 0,
     "positions": 0,
     "slot_mapping": -1,
+    "context_lens": 0,
     "seq_lens": 0,
     "block_rows": 0,
     "last_token_indices": 0,
     "samples": 0,
+    "row_drafts": 0,
 }
 TOKEN_BUFFERS = ("input_ids", "positions", "slot_mapping")  # the others have a row a request
 
 
 def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
-    max_reqs = rows.idx_mapping.shape[0]
     starts = rows.query_start_loc.long()  # [max_reqs + 1]
     row_slot = torch.where(rows.idx_mapping < 0, slots.sink, rows.idx_mapping)  # [max_reqs]
     row_live = rows.idx_mapping >= 0
     out.row_slots.copy_(row_slot)
-    query_lens = starts[1:] - starts[:-1]
 
     # Rows.
-    seq_lens = torch.where(row_live, slots.num_computed[row_slot] + query_lens, 0)
-    out.seq_lens.copy_(seq_lens)
-    out.samples.copy_(row_live & (seq_lens == slots.num_tokens[row_slot]))
-    out.last_token_indices.copy_(torch.where(row_live, starts[1:] - 1, 0))
+    known, computed = slots.num_tokens[row_slot], slots.num_computed[row_slot]
+    available = known + slots.num_drafts[row_slot] - computed
+    live_lens = torch.minimum(starts[1:] - starts[:-1], available)  # [max_reqs]
+    seq_lens = computed + live_lens
+    samples = row_live & (seq_lens >= known)
+    newest = starts[:-1] + torch.minimum(known - computed, live_lens) - 1
+    out.context_lens.copy_(torch.where(row_live, computed, 0))
+    out.seq_lens.copy_(torch.where(row_live, seq_lens, 0))
+    out.samples.copy_(samples)
+    out.row_drafts.copy_(torch.where(samples, seq_lens - known, 0))
+    out.last_token_indices.copy_(torch.where(row_live, newest, 0))
     out.block_rows.copy_(slots.block_table[row_slot] * row_live[:, None])
 
-    # Tokens. A token past the last row's end is padding.
-    token = torch.arange(out.input_ids.shape[0], device=starts.device)
-    row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=max_reqs - 1)
-    live = token < starts[-1]
+    # Tokens. One past its row's live part, or past the last row's end, is dead.
+    token, row = token_rows(rows.query_start_loc, out.input_ids.shape[0])
+    offset = token - starts[row]
+    live = (token < starts[-1]) & (offset < live_lens[row])
     slot = row_slot[row]
-    positions = torch.where(live, slots.num_computed[slot] + token - starts[row], 0)
+    positions = torch.where(live, computed[row] + offset, 0)
     blocks = slots.block_table[slot, positions // block_size].long()
     out.positions.copy_(positions)
     out.input_ids.copy_(torch.where(live, slots.token_ids[slot, positions], 0))
@@ -88,16 +108,34 @@ def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block
     out.slot_mapping.copy_(torch.where(live, kv_slot, -1))
 
 
-def commit_tokens(slots: SlotTensors, rows: RowTensors, step: StepTensors, sampled: Tensor) -> None:
-    """Phase U: a step's tokens are computed and its samples known.
+def token_rows(query_start_loc: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """[max_tokens] places in the batch, and the row of each; past the end, the last row."""
+    token = torch.arange(max_tokens, device=query_start_loc.device)
+    starts = query_start_loc.long()
+    row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=starts.shape[0] - 2)
+    return token, row
 
-    sampled: [max_reqs] int64, read where `step.samples`
+
+def commit_tokens(
+    slots: SlotTensors, rows: RowTensors, step: StepTensors, sampled: Tensor, num_sampled: Tensor
+) -> None:
+    """Phase U: a step's tokens are computed, its samples known, its drafts used up.
+
+    sampled: [max_reqs, K + 1] int64; num_sampled: [max_reqs] int64, 0 for rows that sample nothing
     """
-    starts = rows.query_start_loc.long()
-    slots.num_computed.index_add_(0, step.row_slots, starts[1:] - starts[:-1])
-    # A row that sampled nothing writes a harmless token into the sink.
-    writer = torch.where(step.samples > 0, step.row_slots, slots.sink)
-    where = slots.num_tokens[writer].clamp(max=slots.token_ids.shape[1] - 1)
-    token_ids = torch.where(step.samples > 0, sampled, 0)
+    row_slots, width = step.row_slots, slots.token_ids.shape[1]
+    place = torch.arange(sampled.shape[1], device=sampled.device)
+    taken = place < num_sampled[:, None]  # [max_reqs, K + 1]
+    # What is not taken goes into the sink, where it does no harm.
+    writer = torch.where(taken, row_slots[:, None], slots.sink)
+    where = (slots.num_tokens[row_slots][:, None] + place).clamp(max=width - 1)
+    token_ids = torch.where(taken, sampled, 0)
     slots.token_ids[writer, where] = token_ids.to(slots.token_ids.dtype)
-    slots.num_tokens.index_add_(0, step.row_slots, step.samples.long())
+    slots.num_tokens.index_add_(0, row_slots, num_sampled)
+    # All but the newest token have their KV; of a chunk, all its tokens. KV of rejected drafts is
+    # not counted, and will be written over.
+    starts = rows.query_start_loc.long()
+    computed = slots.num_computed[row_slots] + starts[1:] - starts[:-1]
+    newest = slots.num_tokens[row_slots] - 1
+    slots.num_computed[row_slots] = torch.where(step.samples > 0, newest, computed)
+    slots.num_drafts[row_slots] = 0

@@ -118,9 +118,15 @@ def apply_top_k_top_p_(logits: Tensor, top_k: Tensor, top_p: Tensor, width: int)
     logits.masked_fill_(~(kept | unfiltered), NEVER)
 
 
-def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    purpose: Purpose = Purpose.SAMPLE,
+) -> Tensor:
     """[n] int64: a draw from softmax(logits), already tempered; the argmax at temperature 0."""
-    noise = gumbel(seeds, positions, Purpose.SAMPLE, logits.shape[1])
+    noise = gumbel(seeds, positions, purpose, logits.shape[1])
     noise.mul_((temperature > 0)[:, None])
     return (logits + noise).argmax(dim=1)
 

@@ -1,4 +1,4 @@
-"""Phase V of plain decoding: one token a row, by the row's own parameters."""
+"""From logits to tokens, each row by its request's own parameters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -80,28 +80,50 @@ def _width(top_ks: list[int]) -> int:
     return max(top_ks) if all(top_ks) else -1
 
 
+@dataclass(frozen=True)
+class Positions:
+    """Places in requests' texts that get a token each."""
+
+    slot: Tensor  # [n] int64 of the request; the sink for padding
+    num_tokens: Tensor  # [n] int64: tokens before the place, drafts included
+    max_seq_len: int  # no place that counts has more
+
+
 class Sampler:
     def __init__(self, state: SamplingState, slots: SlotTensors) -> None:
         self.state = state
         self.slots = slots
 
-    def sample(
-        self, logits: Tensor, slot: Tensor, needs: SamplingNeeds, max_seq_len: int
-    ) -> Tensor:
-        """One token a row: [n] int64.
+    def adjust_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
+        """Edits, temperature and filters: what is left is the distribution to draw from.
 
-        logits: [n, vocab_size], overwritten; slot: [n] of each row, the sink for padding;
-        max_seq_len: no row that samples has more tokens
+        logits: [n, vocab_size]
         """
         if needs.edits_logits:
-            self._edit(logits, slot, needs, max_seq_len)
-        return self._draw(logits, slot, needs) if needs.noise else logits.argmax(dim=1)
+            self._edit_(logits, where, needs)
+        if not needs.noise:
+            return
+        state, slot = self.state, where.slot
+        ops.temper_(logits, state.temperature[slot])
+        if needs.min_p:
+            ops.apply_min_p_(logits, state.min_p[slot])
+        if needs.filters:
+            width = needs.top_k_width if needs.top_k_width > 0 else logits.shape[1]
+            ops.apply_top_k_top_p_(logits, state.top_k[slot], state.top_p[slot], width)
 
-    def _edit(self, logits: Tensor, slot: Tensor, needs: SamplingNeeds, max_seq_len: int) -> None:
-        state = self.state
+    def draw(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> Tensor:
+        """[n] int64: a token of each adjusted row; greedy rows take the likeliest."""
+        if not needs.noise:
+            return logits.argmax(dim=1)
+        # The token to come is number `num_tokens` of its request: the key of its noise.
+        state, slot = self.state, where.slot
+        return ops.draw(logits, state.temperature[slot], state.seeds[slot], where.num_tokens)
+
+    def _edit_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
+        state, slot = self.state, where.slot
         history = ops.History(
-            self.slots.token_ids[slot, :max_seq_len].long(),
-            self.slots.num_tokens[slot],
+            self.slots.token_ids[slot, : where.max_seq_len].long(),
+            where.num_tokens,
             self.slots.num_prompt_tokens[slot],
         )
         if needs.bias:
@@ -117,15 +139,3 @@ class Sampler:
             ops.penalise_(
                 logits, history, state.repetition[slot], state.presence[slot], state.frequency[slot]
             )
-
-    def _draw(self, logits: Tensor, slot: Tensor, needs: SamplingNeeds) -> Tensor:
-        state = self.state
-        temperature = state.temperature[slot]
-        ops.temper_(logits, temperature)
-        if needs.min_p:
-            ops.apply_min_p_(logits, state.min_p[slot])
-        if needs.filters:
-            width = needs.top_k_width if needs.top_k_width > 0 else logits.shape[1]
-            ops.apply_top_k_top_p_(logits, state.top_k[slot], state.top_p[slot], width)
-        # The token to come is number `num_tokens` of its request: the key of its noise.
-        return ops.draw(logits, temperature, state.seeds[slot], self.slots.num_tokens[slot])

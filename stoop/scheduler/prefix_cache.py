@@ -3,6 +3,11 @@
 A block's digest covers its own tokens and its predecessor's digest, so it names a whole prefix. A
 hit is believed only if the texts are equal too, so that no collision of digests can hand out
 another text's KV.
+
+An EAGLE drafter's KV of a token depends on the token that follows, so its last slot of a block
+holds for one following token only. There a block is named by its tokens and that one: a request
+that goes on as the block's writer did finds all of it, one that turns off right behind it computes
+the block anew and offers it under its own name.
 """
 
 import hashlib
@@ -31,8 +36,11 @@ class _Entry:
 
 
 class PrefixCache:
-    def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, enabled: bool = True, looks_ahead: bool = False
+    ) -> None:
         self.pool = pool
+        self.num_ahead = int(looks_ahead)  # tokens behind a block that its content depends on
         self.block_size = block_size
         self.enabled = enabled
         self._entries: dict[bytes, _Entry] = {}
@@ -68,7 +76,8 @@ class PrefixCache:
         """Offer a request's full, computed blocks to others."""
         if not self.enabled:
             return
-        num_full = min(request.num_computed, request.num_tokens) // self.block_size
+        known = request.num_tokens - self.num_ahead
+        num_full = min(request.num_computed, known) // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
             node = self._node(request, index)
@@ -95,7 +104,8 @@ class PrefixCache:
         while len(nodes) <= index:
             parent = nodes[-1] if nodes else None
             start = len(nodes) * self.block_size
-            tokens = tuple(request.token_ids[start : start + self.block_size])
+            end = start + self.block_size + self.num_ahead
+            tokens = tuple(request.token_ids[start:end])
             digest = block_digest(parent.digest if parent else ROOT, tokens)
             nodes.append(PrefixNode(digest, tokens, parent))
         return nodes[index]

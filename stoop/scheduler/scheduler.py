@@ -11,10 +11,11 @@ The scheduler holds numbers only and imports no torch.
 import itertools
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stoop.config.errors import RequestError
 from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.core.outputs import SpecCounts
 from stoop.core.request import Request, RequestStatus
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
@@ -28,6 +29,7 @@ class SchedulerStats:
     num_finished: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    spec: SpecCounts = field(default_factory=SpecCounts)
 
 
 class _Draft:
@@ -55,8 +57,13 @@ class Scheduler:
         self.config = config
         self.block_size = cache.block_size
         self.pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(self.pool, cache.block_size, cache.enable_prefix_caching)
-        self.stats = SchedulerStats()
+        self.prefix_cache = PrefixCache(
+            self.pool,
+            cache.block_size,
+            cache.enable_prefix_caching,
+            looks_ahead=config.drafter_has_kv,
+        )
+        self.stats = SchedulerStats(spec=SpecCounts.of(config.num_drafts))
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
         self._requests: dict[str, Request] = {}
@@ -82,6 +89,7 @@ class Scheduler:
                 f"the prompt has {request.num_prompt_tokens} tokens and the KV cache holds "
                 f"{capacity}: shorten the prompt or raise kv_cache_memory"
             )
+        request.spec = SpecCounts.of(self.config.num_drafts)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         insort(self.waiting, request, key=lambda r: r.order)
@@ -132,7 +140,7 @@ class Scheduler:
             if request is None or request.epoch != row.epoch:
                 continue  # finished, aborted or preempted since: its slot may be another's now
             live.append((request, row))
-            self._take_tokens(request, row.token_ids)
+            self._take_tokens(request, row)
         return live
 
     def check_idle(self) -> None:
@@ -154,9 +162,20 @@ class Scheduler:
         for request in decodes + prompts:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago
-            num_tokens = min(request.num_tokens - request.num_computed, draft.budget)
+            num_tokens = min(self._num_wanted(request), draft.budget)
             if num_tokens and self._make_room(request, num_tokens, draft):
                 draft.put(request, num_tokens)
+
+    def _num_wanted(self, request: Request) -> int:
+        """Tokens to compute. A decode has places for all drafts, whether it has as many or not."""
+        remaining = request.num_tokens - request.num_computed
+        return self.config.query_len if self._decodes(request) else remaining
+
+    @staticmethod
+    def _decodes(request: Request) -> bool:
+        """A prompt's last token alone is not a decode."""
+        known, computed = request.num_tokens, request.num_computed
+        return known - computed == 1 and computed >= request.num_prompt_tokens
 
     def _admit_waiting(self, draft: _Draft) -> None:
         while self.waiting and self._free_slots and draft.budget:
@@ -170,7 +189,7 @@ class Scheduler:
                 num_tokens = draft.budget
             # Room for all known tokens and the next one, not only for this chunk: most requests
             # that could not finish their prompt would be preempted half-way.
-            wanted = self._num_blocks(request.num_tokens + 1) - len(cached)
+            wanted = self._num_blocks(self._num_reserved(request.num_tokens + 1)) - len(cached)
             if wanted > self.pool.num_free - self.pool.num_idle(cached):
                 break
             self._admit(request, cached)
@@ -206,7 +225,8 @@ class Scheduler:
 
     def _grow(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         num_held = len(request.block_ids)
-        missing = self._num_blocks(request.num_computed + num_tokens) - num_held
+        reserved = self._num_reserved(request.num_computed + num_tokens)
+        missing = self._num_blocks(reserved) - num_held
         if missing > self.pool.num_free:
             return False
         if missing > 0:
@@ -235,7 +255,7 @@ class Scheduler:
     def _plan(self, draft: _Draft) -> StepPlan:
         rows = [self._row(request, n) for request, n in draft.num_scheduled.items()]
         # Decodes lead, of like lengths together: backends cut the batch into tiles in this order.
-        rows.sort(key=lambda row: (row.num_tokens, row.seq_len))
+        rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len))
         self.stats.num_steps += 1
         return StepPlan(
             index=self.stats.num_steps,
@@ -245,13 +265,17 @@ class Scheduler:
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:
+        past = request.num_computed + num_tokens
         return PlannedRow(
             request_id=request.request_id,
             epoch=request.epoch,
             slot=request.slot,
             num_tokens=num_tokens,
             num_computed=request.num_computed,
-            samples=request.num_computed + num_tokens == request.num_tokens,
+            seq_len=min(past, self.config.max_model_len),
+            num_reserved=self._num_reserved(past),
+            samples=past >= request.num_tokens,
+            decodes=self._decodes(request),
             rules=request.rules,
             num_prompt_tokens=request.num_prompt_tokens,
         )
@@ -276,10 +300,16 @@ class Scheduler:
 
     # ---- results ----
 
-    def _take_tokens(self, request: Request, token_ids: list[int]) -> None:
-        for token in token_ids:
+    def _take_tokens(self, request: Request, row: RowResult) -> None:
+        """A run of tokens ends where one of them ends the request."""
+        if row.num_drafts:
+            for counts in (self.stats.spec, request.spec):
+                counts.add(row.num_drafts, len(row.token_ids) - 1)
+        for token in row.token_ids:
             request.token_ids.append(token)
             self.stats.num_generated_tokens += 1
+            # Rejected drafts were computed too: what counts is what is known.
+            request.num_computed = request.num_tokens - 1
             if self._stops(request, token):
                 break
         if not request.finished:
@@ -298,6 +328,10 @@ class Scheduler:
             self.prefix_cache.insert(request)
             self.finish(request, "length")
         return request.finished
+
+    def _num_reserved(self, num_tokens: int) -> int:
+        """Tokens to have blocks for: a drafter writes KV behind those of the step."""
+        return min(num_tokens + self.config.num_lookahead, self.config.max_model_len)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

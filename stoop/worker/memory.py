@@ -25,9 +25,8 @@ def allocate_kv_caches(config: Config, layout: KVLayout, num_blocks: int) -> lis
     pages of such a tensor only when they are used.
     """
     dtype = getattr(torch, layout.dtype)
-    shape = layout.shape(num_blocks)
     caches = []
-    for _ in range(layout.num_layers):
+    for shape in layout.shapes(num_blocks):
         cache = torch.empty(shape, dtype=dtype, device=config.device.device)
         cache[:, NULL_BLOCK].zero_()
         caches.append(cache)

@@ -7,6 +7,7 @@ from stoop.batch.input_batch import InputBatch
 from stoop.core.step import PlannedRow, RowResult, StepResult, TokenScores
 from stoop.models.llama import LlamaModel
 from stoop.ops.sampling import score
+from stoop.sampling.verifier import Verdict
 
 # Rows of logits made at once when a whole prompt is scored.
 PROMPT_SCORE_ROWS = 128
@@ -23,19 +24,30 @@ class ScoreReader:
         self.hidden = hidden  # [max_tokens, hidden_size]
         self.history = history  # [slots + 1, max_model_len]: tokens by slot
 
-    def sampled(self, batch: InputBatch, token_ids: Tensor) -> dict[int, TokenScores]:
-        """By place of the row, for those that asked; as rich as the one that asked for most."""
+    def sampled(self, batch: InputBatch, tokens: list[list[int]]) -> dict[int, list[TokenScores]]:
+        """By place of the row, for those that asked; as rich as the one that asked for most.
+
+        tokens: by row, as many as it yields
+        """
         asked = {
             place: row.rules.params.logprobs
             for place, row in enumerate(batch.plan_rows)
-            if row.samples and row.rules.params.logprobs is not None
+            if tokens[place] and row.rules.params.logprobs is not None
         }
         if not asked:
             return {}
-        places = torch.tensor(list(asked), device=token_ids.device)
-        hidden = self.hidden[batch.last_token_indices[places]]
-        scores = self._score(hidden, token_ids[places], max(asked.values()))
-        return dict(zip(asked, scores, strict=True))
+        # The token behind a row's newest one is scored there, the next ones behind its drafts.
+        first = batch.last_token_indices.tolist()
+        where = [first[place] + j for place in asked for j in range(len(tokens[place]))]
+        chosen = [token for place in asked for token in tokens[place]]
+        scores = iter(self._score(self._at(where), self._ids(chosen), max(asked.values())))
+        return {place: [next(scores) for _ in tokens[place]] for place in asked}
+
+    def _at(self, where: list[int]) -> Tensor:
+        return self.hidden[torch.tensor(where, device=self.hidden.device)]
+
+    def _ids(self, token_ids: list[int]) -> Tensor:
+        return torch.tensor(token_ids, device=self.hidden.device)
 
     def prompt(self, row: PlannedRow, first_token: int) -> list[TokenScores]:
         """Scores of the prompt tokens that a chunk predicts: position p scores token p + 1.
@@ -61,14 +73,13 @@ class ScoreReader:
         return [TokenScores(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
-def collect(index: int, batch: InputBatch, sampled: Tensor, reader: ScoreReader) -> StepResult:
-    """Read a step's outcome; this is where the host waits for the device.
-
-    sampled: [max_reqs] int64
-    """
-    chosen = sampled[: batch.num_reqs]
-    token_ids = chosen.tolist()
-    scores = reader.sampled(batch, chosen)
+def collect(index: int, batch: InputBatch, verdict: Verdict, reader: ScoreReader) -> StepResult:
+    """Read a step's outcome; this is where the host waits for the device."""
+    counts = verdict.num_tokens[: batch.num_reqs].tolist()
+    token_ids = verdict.token_ids[: batch.num_reqs].tolist()
+    num_drafts = batch.step.row_drafts[: batch.num_reqs].tolist()
+    tokens = [row[:count] for row, count in zip(token_ids, counts, strict=True)]
+    scores = reader.sampled(batch, tokens)
     rows = []
     first_token = 0
     for place, row in enumerate(batch.plan_rows):
@@ -77,10 +88,11 @@ def collect(index: int, batch: InputBatch, sampled: Tensor, reader: ScoreReader)
             RowResult(
                 request_id=row.request_id,
                 epoch=row.epoch,
-                token_ids=[token_ids[place]] if row.samples else [],
-                scores=[_cut(scores[place], asked)] if place in scores else [],
+                token_ids=tokens[place],
+                scores=[_cut(each, asked) for each in scores.get(place, [])],
                 prompt_scores=reader.prompt(row, first_token),
                 prompt_scores_start=row.num_computed + 1,
+                num_drafts=num_drafts[place],
             )
         )
         first_token += row.num_tokens

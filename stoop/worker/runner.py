@@ -1,15 +1,16 @@
 """One device, one step: a plan in, a result out.
 
-The phases (inputs, forward, verify, update) are functions over persistent buffers and take no host
-decision. A graph mode is a way of cutting that list: eager runs each, FULL replays the forward
-pass, STEP replays all four as one graph.
+The phases are functions over persistent buffers and take no host decision: inputs, forward, verify,
+update, and the drafter's. A graph mode is a way of cutting that list: eager runs each, FULL has a
+graph of each forward pass, STEP replays all as one graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stoop.attention.base import AttentionBackend, AttentionSetup, ForwardContext, PagedContext
 from stoop.attention.registry import make_backend
@@ -24,8 +25,11 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape
 from stoop.models.loader import load_model
 from stoop.ops.inputs import commit_tokens
-from stoop.sampling.sampler import Sampler, SamplingNeeds
+from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
+from stoop.sampling.verifier import Verdict, Verifier
+from stoop.spec.base import DraftSetup, DraftStep, Speculator
+from stoop.spec.registry import make_speculator
 from stoop.worker.device import prepare_device
 from stoop.worker.graphs import StepGraphs
 from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
@@ -42,6 +46,12 @@ class Step:
     metadata: Any  # the attention backend's
     needs: SamplingNeeds
 
+    def as_drafted(self) -> DraftStep:
+        """As the drafter sees it; a graph of the whole step draws by kind, not by need."""
+        kind = self.descriptor.sampling
+        noise = self.needs.noise if kind is None else SamplingNeeds.of_kind(kind).noise
+        return DraftStep(self.batch, self.descriptor, self.metadata, noise)
+
 
 class ModelRunner:
     def __init__(self, config: Config, report: Report | None = None) -> None:
@@ -52,12 +62,14 @@ class ModelRunner:
         self.model = load_model(config, report)
         self._make_state(config)
         self.backend = self._make_backend(config)
-        self.kv_layout = KVLayout.of(config.model, self.block_size, config.device.dtype)
+        decoders = [config.model] + ([config.head.decoder] if config.head else [])
+        self.kv_layout = KVLayout.of(decoders, self.block_size, config.device.dtype)
         # A null block alone serves the dummy run that measures how much memory a step takes.
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, 1)
+        self.speculator = self._make_speculator(config, report)
         free = free_bytes(config, self._work_bytes())
         self.num_blocks = count_kv_blocks(config, self.kv_layout, free)
-        self.kv_caches = allocate_kv_caches(config, self.kv_layout, self.num_blocks)
+        self.kv_caches[:] = allocate_kv_caches(config, self.kv_layout, self.num_blocks)
         self.sanitizer = StepSanitizer(self) if config.graph.sanitize else None
         self.graphs = StepGraphs(self, config)
         self.graphs.capture(report)
@@ -65,15 +77,22 @@ class ModelRunner:
     def _make_state(self, config: Config) -> None:
         schedule, device = config.schedule, self.device
         num_slots, max_tokens = schedule.max_num_seqs, schedule.max_num_batched_tokens
+        self.query_len = schedule.query_len
         self.state = RequestState(num_slots, schedule.max_model_len, self.block_size, device)
         self.sampling_state = SamplingState.make(num_slots, device)
-        self.sampler = Sampler(self.sampling_state, self.state.tensors)
+        sampler = Sampler(self.sampling_state, self.state.tensors)
+        self.verifier = Verifier(sampler, config.spec, config.model.vocab_size)
         self.buffers = InputBuffers(num_slots, max_tokens, self.state.max_blocks, device)
         self.staged = StagedWrites(device)
         # What phases hand over to each other.
-        dtype = getattr(torch, config.device.dtype)
-        self.hidden = torch.zeros(max_tokens, config.model.hidden_size, dtype=dtype, device=device)
-        self.sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        dtype, size = getattr(torch, config.device.dtype), config.model.hidden_size
+        self.hidden = torch.zeros(max_tokens, size, dtype=dtype, device=device)
+        self.verdict = Verdict.make(num_slots, self.query_len, device)
+        self.tap_layers = config.head.taps if config.head else ()
+        self.taps: Tensor | None = None
+        if self.tap_layers:
+            shape = (max_tokens, len(self.tap_layers), size)
+            self.taps = torch.zeros(shape, dtype=dtype, device=device)
 
     def _make_backend(self, config: Config) -> AttentionBackend:
         schedule = config.schedule
@@ -86,6 +105,23 @@ class ModelRunner:
         )
         return make_backend(config.attention_backend, setup)
 
+    def _make_speculator(self, config: Config, report: Report | None) -> Speculator | None:
+        if config.spec is None:
+            return None
+        setup = DraftSetup(
+            config=config,
+            slots=self.state.tensors,
+            buffers=self.buffers,
+            sampling=self.sampling_state,
+            kv_caches=self.kv_caches,
+            backend=self.backend,
+            draft_backend=self._make_backend(config),
+            hidden=self.hidden,
+            taps=self.taps,
+            draft_logits=self.verifier.draft_logits,
+        )
+        return make_speculator(setup, self.model, report)
+
     # ---- one step ----
 
     @torch.inference_mode()
@@ -93,7 +129,7 @@ class ModelRunner:
         step = self.prepare(plan)
         self.run(step)
         reader = ScoreReader(self.model, self.hidden, self.state.tensors.token_ids)
-        return collect(plan.index, step.batch, self.sampled, reader)
+        return collect(plan.index, step.batch, self.verdict, reader)
 
     def prepare(self, plan: StepPlan) -> Step:
         """Staged edits of slot state, and this step's rows, onto the device."""
@@ -111,38 +147,45 @@ class ModelRunner:
         return Step(batch, descriptor, self.backend.build(batch), needs)
 
     def run(self, step: Step) -> None:
-        """The phases, cut as the descriptor says."""
-        mode = step.descriptor.mode
-        if mode is not RunMode.NONE and self.sanitizer is not None:
+        """The phases, by graphs where there are some."""
+        if self.sanitizer is not None and self.replays(step):
             self.sanitizer.run(step)
-            return
-        if mode is not RunMode.STEP:
-            self.inputs()
-        if mode is RunMode.NONE:
-            self.run_eagerly(step, step.metadata)
         else:
-            self.replay(step)
+            self.run_phases(step, step.metadata, replay=True)
 
-    def run_eagerly(self, step: Step, metadata: Any) -> None:
-        """What follows the inputs, phase by phase; for STEP, the inputs too."""
-        batch, sampling = step.batch, step.descriptor.sampling
-        if sampling is not None:
-            self.inputs()
-        self.forward(batch, self.context(batch, metadata))
-        if sampling is not None:
-            max_model_len = self.config.schedule.max_model_len
-            self.verify(batch, SamplingNeeds.of_kind(sampling), max_model_len)
+    def replays(self, step: Step) -> bool:
+        if step.descriptor.mode is not RunMode.NONE:
+            return True
+        return self.speculator is not None and self.speculator.replays(step.as_drafted())
+
+    def run_phases(self, step: Step, metadata: Any, *, replay: bool) -> None:
+        """All phases in order, cut as the descriptor says; without `replay`, its eager twin."""
+        batch, mode = step.batch, step.descriptor.mode
+        if replay and mode is RunMode.STEP:
+            if self.speculator is not None:
+                self.speculator.refresh(batch)
+            self.graphs.replay(step.descriptor)
         else:
-            self.verify(batch.without_padded_rows(), step.needs, batch.max_seq_len)
-        self.update()
-
-    def replay(self, step: Step) -> None:
-        """The same with the descriptor's graph in place of the phases that it holds."""
-        self.graphs.replay(step.descriptor, self.context(step.batch, step.metadata))
-        if step.descriptor.mode is not RunMode.STEP:
-            batch = step.batch.without_padded_rows()
-            self.verify(batch, step.needs, batch.max_seq_len)
+            self.inputs()
+            if replay and mode is not RunMode.NONE:
+                self.graphs.replay(step.descriptor, self.context(batch, metadata))
+            else:
+                self.forward(batch, self.context(batch, metadata))
+            self._verify_eagerly(step)
             self.update()
+        if self.speculator is not None:
+            self.speculator.propose(replace(step.as_drafted(), metadata=metadata), replay=replay)
+
+    def _verify_eagerly(self, step: Step) -> None:
+        """On the live rows, or, as the twin of a graph that holds it, on the graph's extent."""
+        if step.descriptor.sampling is not None:
+            needs = SamplingNeeds.of_kind(step.descriptor.sampling)
+            max_model_len = self.config.schedule.max_model_len
+            self.verify(step.batch, needs, max_model_len, self.query_len)
+        else:
+            batch = step.batch.without_padded_rows()
+            width = self.query_len if batch.decodes else 1
+            self.verify(batch, step.needs, batch.max_seq_len, width)
 
     def context(self, batch: InputBatch, metadata: Any) -> PagedContext:
         return PagedContext(self.backend, metadata, batch.slot_mapping, self.kv_caches)
@@ -151,24 +194,45 @@ class ModelRunner:
 
     def inputs(self) -> None:
         """I: ids, positions, lengths and KV slots out of slot state."""
-        self.buffers.fill(self.state, self.block_size)
+        self.buffers.fill(self.state.tensors, self.block_size)
 
     def forward(self, batch: InputBatch, context: ForwardContext) -> None:
-        """C: hidden states of all tokens."""
-        hidden = self.model(batch.input_ids, batch.positions, context)
+        """C: hidden states of all tokens, and the streams that the drafter taps."""
+        hidden, streams = self.model(batch.input_ids, batch.positions, context, self.tap_layers)
         self.hidden[: batch.num_tokens_padded].copy_(hidden)
+        if self.taps is not None:
+            for index, stream in enumerate(streams):
+                self.taps[: batch.num_tokens_padded, index].copy_(stream)
 
-    def verify(self, batch: InputBatch, needs: SamplingNeeds, max_seq_len: int) -> None:
-        """V: logits of each row's last token, and a token from them."""
-        hidden = self.hidden[: batch.num_tokens_padded]
-        logits = self.model.logits(hidden[batch.last_token_indices])
-        token_ids = self.sampler.sample(logits, batch.row_slots, needs, max_seq_len)
-        self.sampled[: batch.num_reqs_padded].copy_(token_ids)
-        self.sampled[batch.num_reqs_padded :].zero_()
+    def verify(self, batch: InputBatch, needs: SamplingNeeds, max_seq_len: int, width: int) -> None:
+        """V: logits behind each row's newest token and behind each of its drafts; which drafts
+        stand, and the token that follows.
+
+        width: positions of a row, K + 1, or 1 if no row has drafts
+        """
+        number = torch.arange(width, device=self.device)
+        behind = torch.minimum(number, batch.row_drafts[:, None])  # [num_reqs, width]
+        slot = batch.row_slots.repeat_interleave(width)
+        known = self.state.tensors.num_tokens[slot]
+        where = Positions(slot, known + behind.flatten(), max_seq_len)
+        tokens = (batch.last_token_indices[:, None] + behind).flatten()
+        logits = self.model.logits(self.hidden[: batch.num_tokens_padded][tokens])
+        token_ids, num_tokens = self.verifier.verify(logits, batch, where, needs)
+        self.verdict.token_ids.zero_()
+        self.verdict.token_ids[: batch.num_reqs_padded, :width].copy_(token_ids)
+        self.verdict.num_tokens.zero_()
+        self.verdict.num_tokens[: batch.num_reqs_padded].copy_(num_tokens)
 
     def update(self) -> None:
         """U: counters and token history, on the device."""
-        commit_tokens(self.state.tensors, self.buffers.rows, self.buffers.step, self.sampled)
+        verdict = self.verdict
+        commit_tokens(
+            self.state.tensors,
+            self.buffers.rows,
+            self.buffers.step,
+            verdict.token_ids,
+            verdict.num_tokens,
+        )
 
     # ---- start-up ----
 
@@ -214,9 +278,13 @@ class ModelRunner:
             rows=rows,
             step=step,
         )
-        self.forward(batch, self.context(batch, self.backend.build(batch)))
+        metadata = self.backend.build(batch)
+        self.forward(batch, self.context(batch, metadata))
         needs = SamplingNeeds(noise=True, top_p=True, penalties=True)
-        self.verify(batch, needs, schedule.max_model_len)
+        self.verify(batch, needs, schedule.max_model_len, self.query_len)
+        if self.speculator is not None:
+            descriptor = BatchExecutionDescriptor(RunMode.NONE, batch.num_tokens, max_reqs)
+            self.speculator.propose(DraftStep(batch, descriptor, metadata, noise=True))
 
 
 def _shape(rows: list[PlannedRow], needs: SamplingNeeds) -> BatchShape:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stoop.core.kv_layout import NULL_BLOCK
-from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from stoop.graph.descriptor import RunMode
 from stoop.graph.sanitizer import (
     BadPadding,
     Buffer,
@@ -31,7 +31,10 @@ POISON_BLOCK = 2**30
 def declare_buffers(runner: "ModelRunner") -> list[Buffer]:
     """Every persistent buffer that phases hand to each other, by lifetime."""
     found = [Buffer("hidden", runner.hidden, Lifetime.STEP)]
-    found.append(Buffer("sampled", runner.sampled, Lifetime.STEP))
+    if runner.taps is not None:
+        found.append(Buffer("taps", runner.taps, Lifetime.STEP))
+    found.append(Buffer("sampled", runner.verdict.token_ids, Lifetime.STEP))
+    found.append(Buffer("num_sampled", runner.verdict.num_tokens, Lifetime.STEP))
     found += _fields(runner.buffers.rows, Lifetime.STEP)
     found += _fields(runner.buffers.step, Lifetime.STEP)
     for name, tensor in runner.backend.buffers().items():
@@ -42,6 +45,8 @@ def declare_buffers(runner: "ModelRunner") -> list[Buffer]:
         found.append(Buffer(f"kv_cache {layer}", cache, Lifetime.SLOT))
     for name, weight in runner.model.named_parameters():
         found.append(Buffer(name, weight.data, Lifetime.CONSTANT))
+    if runner.speculator is not None:
+        found += runner.speculator.buffers()
     return found
 
 
@@ -54,14 +59,20 @@ class StepSanitizer:
         self.runner = runner
         declared = declare_buffers(runner)
         self.addresses = {b.name: b.tensor.data_ptr() for b in declared}
+        assert len(self.addresses) == len(declared), "two buffers of one name"
         self.buffers = [b for b in declared if b.lifetime is not Lifetime.CONSTANT]
         self.sanitizer = Sanitizer(self.buffers)
         runner.buffers.load_rows([])
         self.sanitizer.learn(INPUTS, runner.inputs)
 
-    def watch(self, descriptor: BatchExecutionDescriptor, function: Callable[[], None]) -> None:
-        """Run what a capture runs, and learn what its graph will rely on."""
-        self.sanitizer.learn(descriptor, function)
+    def learn(self, key: Any, function: Callable[[], object]) -> None:
+        self.sanitizer.learn(key, function)
+
+    def check_reads(self, key: Any, reader: str) -> None:
+        self.sanitizer.check_reads(key, reader)
+
+    def begin_draft_decode(self) -> None:
+        self.sanitizer.begin_draft_decode()
 
     def begin_step(self) -> None:
         for buffer in declare_buffers(self.runner):
@@ -75,14 +86,12 @@ class StepSanitizer:
         self._poison_block_tables(step)
         if step.descriptor.mode is not RunMode.STEP:
             self.sanitizer.check_reads(INPUTS, INPUTS)
-            runner.inputs()
-        self.sanitizer.check_reads(step.descriptor, reader)
         blocks = self._blocks(step)
         before = self._snapshot(blocks)
-        runner.replay(step)
+        runner.run_phases(step, step.metadata, replay=True)
         replayed = self._snapshot(blocks)
         self._restore(before, blocks)
-        runner.run_eagerly(step, runner.backend.build(step.batch))
+        runner.run_phases(step, runner.backend.build(step.batch), replay=False)
         eager = self._snapshot(blocks)
         self._check_padding(reader, step)
         self._compare(reader, step, replayed, eager)
@@ -92,13 +101,13 @@ class StepSanitizer:
         """What a slot's former holder left behind its last block must not be walked."""
         table = self.runner.state.tensors.block_table
         for row in step.batch.plan_rows:
-            table[row.slot, -(-row.seq_len // self.runner.block_size) :] = POISON_BLOCK
+            table[row.slot, -(-row.num_reserved // self.runner.block_size) :] = POISON_BLOCK
 
     def _blocks(self, step: "Step") -> Tensor:
         """The null block, then every block that a row of the batch may touch."""
         table, found = self.runner.state.tensors.block_table, [NULL_BLOCK]
         for row in step.batch.plan_rows:
-            found += table[row.slot, : -(-row.seq_len // self.runner.block_size)].tolist()
+            found += table[row.slot, : -(-row.num_reserved // self.runner.block_size)].tolist()
         return torch.tensor(sorted(set(found)), device=table.device)
 
     def _snapshot(self, blocks: Tensor) -> dict[str, Tensor]:
@@ -122,7 +131,8 @@ class StepSanitizer:
         """Live parts only: what stands in padding and in the sink is nobody's."""
         sink = self.runner.state.tensors.sink
         batch = step.batch
-        live = {"hidden": batch.num_tokens, "sampled": batch.num_reqs}
+        live = dict.fromkeys(("hidden", "taps"), batch.num_tokens)
+        live |= dict.fromkeys(("sampled", "num_sampled", "draft features"), batch.num_reqs)
         for buffer in self.buffers:
             if buffer.lifetime is Lifetime.SLOT:
                 end = None if _is_cache(buffer) else sink

@@ -1,0 +1,167 @@
+"""`speculative_config`: what a user may say about drafting, checked key by key."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from stoop.config.errors import ConfigError
+from stoop.config.schema import DraftMethod, HeadSpec, SpecConfig
+
+MAX_DRAFTS = 16
+HEAD_METHODS = get_args(DraftMethod)
+METHODS = (*HEAD_METHODS, "ngram")
+EXAMPLE = '{"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 3}'
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """The keys, named as vLLM names them."""
+
+    method: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    num_speculative_tokens: int | None = None
+    draft_sample_method: str = "greedy"
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+
+
+def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | None:
+    """JSON or a mapping into checked options; None and "none" mean no speculation."""
+    if given is None or (isinstance(given, str) and given.strip().lower() == "none"):
+        return None
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise _refuse(f"is not JSON ({error}): write it as {EXAMPLE}") from None
+    if not isinstance(given, Mapping):
+        raise _refuse(f"is {given!r}: write an object such as {EXAMPLE}")
+    known = [f.name for f in dataclasses.fields(SpecOptions)]
+    for key in given:
+        if key not in known:
+            raise _refuse(f"has {key!r}, which stoop cannot honour: known are {', '.join(known)}")
+    options = SpecOptions(**given)
+    _check(options)
+    return options
+
+
+def settle_speculation(
+    options: SpecOptions, head: HeadSpec | None, folder: str | None, proposed: int | None = None
+) -> SpecConfig:
+    """With the head that was found; `proposed` is the number of drafts that its maker names."""
+    num_tokens = options.num_speculative_tokens or proposed
+    if num_tokens is None:
+        raise _refuse(
+            f"lacks num_speculative_tokens: say how many drafts a step, 1 to {MAX_DRAFTS}"
+        )
+    low, high = _lookup_sizes(options)
+    return SpecConfig(
+        method=head.method if head else "ngram",
+        num_tokens=_whole("num_speculative_tokens", num_tokens, 1, MAX_DRAFTS),
+        folder=folder,
+        head=head,
+        probabilistic=options.draft_sample_method == "probabilistic",
+        synthetic_rates=_synthetic_rates(options, num_tokens),
+        prompt_lookup_min=low,
+        prompt_lookup_max=high,
+    )
+
+
+def _refuse(text: str) -> ConfigError:
+    return ConfigError(f"speculative_config {text}")
+
+
+def _check(options: SpecOptions) -> None:
+    """Each key by itself, and those that exclude each other."""
+    for name, choices in (
+        ("method", (*METHODS, None)),
+        ("draft_sample_method", ("greedy", "probabilistic")),
+        ("rejection_sample_method", ("standard", "synthetic")),
+    ):
+        if getattr(options, name) not in choices:
+            allowed = " or ".join(str(choice) for choice in choices if choice)
+            raise _refuse(f"has {name}={getattr(options, name)!r}: use {allowed}")
+    for name in ("model", "revision"):
+        if not isinstance(getattr(options, name), str | None):
+            raise _refuse(f"has {name}={getattr(options, name)!r}: use text")
+    if options.num_speculative_tokens is not None:
+        _whole("num_speculative_tokens", options.num_speculative_tokens, 1, MAX_DRAFTS)
+    ngram = options.method == "ngram"
+    if not ngram and options.model is None:
+        raise _refuse('lacks model: name the draft head, or use {"method": "ngram"}')
+    if ngram and (options.model is not None or options.revision is not None):
+        raise _refuse("has a model or revision with method ngram, which takes none: leave it out")
+    if ngram and options.draft_sample_method != "greedy":
+        raise _refuse("has draft_sample_method=probabilistic with method ngram: it has no odds")
+    looked_up = (options.prompt_lookup_min, options.prompt_lookup_max) != (None, None)
+    if looked_up and not ngram:
+        raise _refuse("has prompt_lookup_min or _max, which belong to method ngram: leave them out")
+    synthetic = (options.synthetic_acceptance_length, options.synthetic_acceptance_rates)
+    if options.rejection_sample_method == "synthetic" and synthetic.count(None) != 1:
+        raise _refuse(
+            "has rejection_sample_method=synthetic: give one of synthetic_acceptance_length and "
+            "synthetic_acceptance_rates"
+        )
+    if options.rejection_sample_method == "standard" and synthetic != (None, None):
+        raise _refuse(
+            "has synthetic acceptance without rejection_sample_method=synthetic: add it, or leave "
+            "them out"
+        )
+
+
+def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:
+    """Given one, the other follows it; by default 3 to 5 tokens must repeat."""
+    low, high = options.prompt_lookup_min, options.prompt_lookup_max
+    if low is None:
+        low = min(3, high) if isinstance(high, int) else 3
+    if high is None:
+        high = max(5, low) if isinstance(low, int) else 5
+    _whole("prompt_lookup_min", low, 1, MAX_DRAFTS)
+    _whole("prompt_lookup_max", high, 1, MAX_DRAFTS)
+    if low > high:
+        raise _refuse(f"has prompt_lookup_min={low} above prompt_lookup_max={high}: lower it")
+    return low, high
+
+
+def _synthetic_rates(options: SpecOptions, num_tokens: int) -> tuple[float, ...] | None:
+    """The chance of each draft, given that those before it were accepted."""
+    if options.rejection_sample_method != "synthetic":
+        return None
+    if options.synthetic_acceptance_length is not None:
+        length = options.synthetic_acceptance_length
+        if not _is_number(length) or not 1 <= length <= num_tokens + 1:
+            raise _refuse(
+                f"has synthetic_acceptance_length={length!r}: use 1 to {num_tokens + 1}, the "
+                "tokens of a step"
+            )
+        # As even as can be: whole positions first, the rest on the next one.
+        rates = [min(max(length - 1 - j, 0.0), 1.0) for j in range(num_tokens)]
+    else:
+        given = options.synthetic_acceptance_rates
+        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        rates = list(given) if listed and given is not None else []
+        good = len(rates) == num_tokens and all(_is_number(r) and 0 <= r <= 1 for r in rates)
+        if not good or any(b > a for a, b in itertools.pairwise(rates)):
+            raise _refuse(
+                f"has synthetic_acceptance_rates={given!r}: use {num_tokens} numbers from 0 to 1 "
+                "that never rise"
+            )
+    before = [1.0, *rates]
+    return tuple(b / a if a else 0.0 for a, b in zip(before, rates, strict=False))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _refuse(f"has {name}={value!r}: use a whole number from {low} to {high}")
+    return value

@@ -1,0 +1,198 @@
+"""EAGLE draft heads: one or a few decoder layers that continue the target's own features.
+
+The head of EAGLE-1 joins embedding and feature by a linear map and has no norms at its ends. That
+of EAGLE-3 condenses several of the target's streams into a feature, attends to embedding and
+feature side by side, and has an output matrix of its own, often over fewer tokens. `HeadSpec`
+spells out all that differs between published heads. The head knows nothing of requests or graphs.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stoop.attention.base import ForwardContext
+from stoop.config.schema import HeadSpec
+from stoop.layers.attention import Attention
+from stoop.layers.embedding import Embedding, OutputHead
+from stoop.layers.linear import FusedLinear
+from stoop.layers.norm import RMSNorm
+from stoop.layers.rope import RotaryTable
+from stoop.layers.weights import WeightSlot, prefixed
+from stoop.models.llama import MLP, DecoderLayer, LlamaModel
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class Eagle1Layer(nn.Module):
+    """A first layer without an input norm, over the joined embedding and feature."""
+
+    def __init__(self, spec: HeadSpec, layer: int) -> None:
+        super().__init__()
+        decoder = spec.decoder
+        self.self_attn = Attention(decoder, layer, window=_window(spec, 0))
+        self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.mlp = MLP(decoder)
+
+    def forward(self, joined: Tensor, rotary: Rotary, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Returns (branch, residual), whose sum is the stream."""
+        attended = self.self_attn(joined, rotary, ctx)
+        normed, residual = self.post_attention_layernorm.add(attended, joined)
+        return self.mlp(normed), residual
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield from prefixed("self_attn", self.self_attn.weight_slots())
+        yield from prefixed(
+            "post_attention_layernorm", self.post_attention_layernorm.weight_slots()
+        )
+        yield from prefixed("mlp", self.mlp.weight_slots())
+
+
+class Eagle3Layer(nn.Module):
+    """A first layer whose attention takes the embedding and the feature side by side."""
+
+    def __init__(self, spec: HeadSpec, layer: int) -> None:
+        super().__init__()
+        decoder = spec.decoder
+        size, eps = decoder.hidden_size, decoder.rms_norm_eps
+        self.norm_before_residual = spec.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps)  # of the embedding
+        self.hidden_norm = RMSNorm(size, eps)  # of the feature
+        self.self_attn = Attention(decoder, layer, window=_window(spec, 0), in_size=2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(decoder)
+
+    def forward(
+        self, embedded: Tensor, feature: Tensor, rotary: Rotary, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (branch, residual), whose sum is the stream."""
+        normed = self.hidden_norm(feature)
+        stream = normed if self.norm_before_residual else feature
+        joined = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        attended = self.self_attn(joined, rotary, ctx)
+        normed, residual = self.post_attention_layernorm.add(attended, stream)
+        return self.mlp(normed), residual
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            yield from prefixed(name, getattr(self, name).weight_slots())
+        yield from prefixed("self_attn", self.self_attn.weight_slots())
+        yield from prefixed("mlp", self.mlp.weight_slots())
+
+
+class EagleHead(nn.Module):
+    """`first_kv_layer` numbers the KV cache of its first layer: they follow the target's."""
+
+    def __init__(self, spec: HeadSpec, first_kv_layer: int = 0) -> None:
+        super().__init__()
+        decoder, self.spec = spec.decoder, spec
+        size, eps = decoder.hidden_size, decoder.rms_norm_eps
+        self.eagle3 = spec.method == "eagle3"
+        width = spec.target_hidden_size * len(spec.taps)
+        fc_in = width if self.eagle3 else size + spec.target_hidden_size
+        self.fc = FusedLinear(("fc",), fc_in, (size,), spec.fc_bias)
+        self.input_norm = RMSNorm(width, eps) if spec.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(spec.target_hidden_size, eps) for _ in (spec.taps if spec.fc_norms else ())
+        )
+        first = Eagle3Layer if self.eagle3 else Eagle1Layer
+        self.first = first(spec, first_kv_layer)
+        self.rest = nn.ModuleList(
+            DecoderLayer(decoder, first_kv_layer + index, _window(spec, index))
+            for index in range(1, decoder.num_layers)
+        )
+        self.norm = RMSNorm(size, eps) if self.eagle3 else None
+        self.embed_tokens = Embedding(spec.target_vocab_size, size) if spec.own_embedding else None
+        self.lm_head = OutputHead(decoder.vocab_size, size, None) if spec.own_lm_head else None
+        self.d2t = (
+            nn.Parameter(torch.empty(decoder.vocab_size, dtype=torch.int64), requires_grad=False)
+            if spec.maps_vocabulary
+            else None
+        )
+        self._target: tuple[LlamaModel, ...] = ()  # in a tuple: not a part of this module
+        self.rotary: RotaryTable | None = None
+
+    def attach(self, target: LlamaModel, num_positions: int) -> None:
+        """Borrow what the head has not of its own; make the rotary table."""
+        self._target = (target,)
+        weight = self.fc.weight
+        decoder = self.spec.decoder
+        self.rotary = RotaryTable(
+            decoder.rope,
+            decoder.head_dim,
+            num_positions,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+
+    def condense(self, streams: Sequence[Tensor]) -> Tensor:
+        """The target's streams, each [tokens, target_hidden_size], into features of EAGLE-3."""
+        if self.spec.fc_norms:
+            streams = [norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)]
+        joined = torch.cat(tuple(streams), dim=-1)
+        if self.input_norm is not None:
+            joined = self.input_norm(joined)
+        return self.fc(joined)
+
+    def forward(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """One pass: states to make logits of, and features for the next draft.
+
+        token_ids: [tokens], those that follow; features: [tokens, hidden_size], for EAGLE-1 of the
+        target's size; both returned are [tokens, hidden_size]
+        """
+        assert self.rotary is not None, "call attach() first"
+        rotary = self.rotary.lookup(positions)
+        embedded = (self.embed_tokens or self.target.embed_tokens)(token_ids)
+        if self.eagle3:
+            branch, residual = self.first(embedded, features, rotary, ctx)
+        else:
+            joined = self.fc(torch.cat((embedded, features), dim=-1))
+            branch, residual = self.first(joined, rotary, ctx)
+        for layer in self.rest:
+            branch, residual = layer(branch, residual, rotary, ctx)
+        if self.norm is None:
+            stream = residual + branch
+            return stream, stream
+        normed, stream = self.norm.add(branch, residual)
+        return normed, normed if self.spec.norm_output else stream
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[n, hidden_size] to [n, draft vocabulary], in float32 or better."""
+        logits = (self.lm_head or self.target.lm_head)(states)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Numbers of the draft vocabulary as token ids of the target."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    @property
+    def target(self) -> LlamaModel:
+        (target,) = self._target
+        return target
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every tensor that its checkpoint must have, by canonical name."""
+        yield from self.fc.weight_slots()  # fc.weight, fc.bias
+        if self.input_norm is not None:
+            yield from prefixed("input_norm", self.input_norm.weight_slots())
+        for index, norm in enumerate(self.fc_norm):
+            assert isinstance(norm, RMSNorm)
+            yield from prefixed(f"fc_norm.{index}", norm.weight_slots())
+        yield from prefixed("layers.0", self.first.weight_slots())
+        for index, layer in enumerate(self.rest, start=1):
+            assert isinstance(layer, DecoderLayer)
+            yield from prefixed(f"layers.{index}", layer.weight_slots())
+        if self.norm is not None:
+            yield from prefixed("norm", self.norm.weight_slots())
+        if self.embed_tokens is not None:
+            yield from prefixed("embed_tokens", self.embed_tokens.weight_slots())
+        if self.lm_head is not None:
+            yield from prefixed("lm_head", self.lm_head.weight_slots())
+        if self.d2t is not None:
+            yield WeightSlot("d2t", self.d2t.data)
+
+
+def _window(spec: HeadSpec, index: int) -> int | None:
+    return spec.decoder.windows[index] if spec.decoder.windows else None

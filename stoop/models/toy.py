@@ -1,0 +1,129 @@
+"""A toy target whose next token is a fixed function of the last one, and heads that know it.
+
+For checks and benchmarks: how many drafts such a head gets right is known beforehand. Embeddings
+are unit vectors, attention and MLP of the target add nothing, and its output matrix sends the
+vector of token t to that of `successor(t)`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZE = 64  # of the vocabulary and of the hidden states
+HEADS = 4
+STRIDE = 5
+# A margin that noise at temperature 1 does not overcome but once in a great while.
+SHARPNESS = 40.0
+
+
+def successor(token: int) -> int:
+    """The token that follows; a walk through the whole vocabulary."""
+    return (token + STRIDE) % SIZE
+
+
+def write_target(folder: Path, num_layers: int = 3, max_position: int = 4096) -> Path:
+    tensors: dict[str, Tensor] = {
+        "model.embed_tokens.weight": torch.eye(SIZE),
+        "model.norm.weight": torch.ones(SIZE),
+        "lm_head.weight": _successor_matrix() * SHARPNESS / SIZE**0.5,
+    }
+    for index in range(num_layers):
+        tensors |= _idle_layer(f"model.layers.{index}", SIZE)
+    config = _decoder_config(max_position) | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": num_layers,
+        "eos_token_id": None,
+    }
+    return _write(folder, tensors, config)
+
+
+def write_head(
+    folder: Path, method: str, knows: frozenset[int] | None = None, max_position: int = 4096
+) -> Path:
+    """A head that is right whenever the token to draft is in `knows`; None: always.
+
+    EAGLE-1 sees the newest token and looks its successor up in the target's output matrix; it is
+    always right. EAGLE-3 carries the token on in its feature, and has a vocabulary of its own.
+    """
+    config = _decoder_config(max_position) | {"num_hidden_layers": 1}
+    if method == "eagle":
+        assert knows is None, "an EAGLE-1 head has no vocabulary of its own"
+        tensors = {"fc.weight": torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), dim=1)}
+        tensors |= _idle_layer("layers.0", SIZE)
+        del tensors["layers.0.input_layernorm.weight"]
+        return _write(folder, tensors, config | {"architectures": ["LlamaForCausalLMEagle"]})
+    known = sorted(range(SIZE) if knows is None else knows)
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(known)}
+    return _write(folder, _eagle3_tensors(known), config)
+
+
+def _eagle3_tensors(known: list[int]) -> dict[str, Tensor]:
+    """The feature is the vector of the token before the newest, which says what follows both."""
+    zeros = torch.zeros(SIZE, SIZE)
+    twice = torch.linalg.matrix_power(_successor_matrix(), 2)  # [token that follows, token]
+    tensors = {
+        "fc.weight": torch.cat((torch.eye(SIZE), zeros, zeros), dim=1),
+        "norm.weight": torch.ones(SIZE),
+        # The output is the next vector already: one step on from the feature.
+        "lm_head.weight": (twice @ _successor_matrix().T)[known] * SHARPNESS / SIZE**0.5,
+        "d2t": torch.tensor(known) - torch.arange(len(known)),
+    }
+    layer = _idle_layer("midlayer", 2 * SIZE)
+    layer["midlayer.hidden_norm.weight"] = torch.ones(SIZE)
+    # The MLP takes the token's vector off the stream and puts its successor's there.
+    scale = SIZE**0.5
+    layer["midlayer.mlp.gate_proj.weight"] = torch.eye(SIZE)
+    layer["midlayer.mlp.up_proj.weight"] = torch.eye(SIZE)
+    lit = scale * torch.nn.functional.silu(torch.tensor(scale))
+    layer["midlayer.mlp.down_proj.weight"] = (_successor_matrix() - torch.eye(SIZE)) / lit
+    return tensors | layer
+
+
+def _successor_matrix() -> Tensor:
+    matrix = torch.zeros(SIZE, SIZE)
+    for token in range(SIZE):
+        matrix[successor(token), token] = 1.0
+    return matrix
+
+
+def _idle_layer(prefix: str, attention_in: int) -> dict[str, Tensor]:
+    """A layer whose attention runs over random keys and whose outputs are zero."""
+    generator = torch.Generator().manual_seed(len(prefix))
+    tensors = {
+        f"{prefix}.self_attn.{name}_proj.weight": torch.randn(
+            SIZE, attention_in, generator=generator
+        )
+        for name in "qkv"
+    }
+    tensors[f"{prefix}.self_attn.o_proj.weight"] = torch.zeros(SIZE, SIZE)
+    for name in ("gate", "up", "down"):
+        tensors[f"{prefix}.mlp.{name}_proj.weight"] = torch.zeros(SIZE, SIZE)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}.{name}.weight"] = torch.ones(SIZE)
+    return tensors
+
+
+def _decoder_config(max_position: int) -> dict[str, Any]:
+    return {
+        "vocab_size": SIZE,
+        "hidden_size": SIZE,
+        "intermediate_size": SIZE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": max_position,
+        "rms_norm_eps": 1e-8,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder

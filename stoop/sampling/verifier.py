@@ -1,0 +1,106 @@
+"""Phase V: which drafts stand, and the token behind them, by each request's own parameters.
+
+Drafts that are the likeliest tokens of a head are verified by drawing the target's token at each
+position with the very noise that plain decoding would use, and accepting drafts as long as they
+agree: the same seed gives the same text with and without speculation. Drafts that were drawn from a
+distribution are accepted by the ratio test, and a refused one is replaced from the residual.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoop.batch.input_batch import InputBatch
+from stoop.config.schema import SpecConfig
+from stoop.ops import verification as ops
+from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step yields, by row; buffers that keep their place."""
+
+    token_ids: Tensor  # [max_reqs, K + 1] int64: tokens, then zeros
+    num_tokens: Tensor  # [max_reqs] int64: how many; 0 for rows that sample nothing
+
+    @staticmethod
+    def make(max_reqs: int, width: int, device: torch.device) -> "Verdict":
+        return Verdict(
+            torch.zeros(max_reqs, width, dtype=torch.int64, device=device),
+            torch.zeros(max_reqs, dtype=torch.int64, device=device),
+        )
+
+
+class Verifier:
+    def __init__(self, sampler: Sampler, spec: SpecConfig | None, vocab_size: int) -> None:
+        self.sampler = sampler
+        self.num_drafts = spec.num_tokens if spec else 0
+        state, slots = sampler.state, sampler.slots
+        device = slots.token_ids.device
+        self.rates: Tensor | None = None
+        if spec and spec.synthetic_rates is not None:
+            self.rates = torch.tensor(spec.synthetic_rates, device=device)
+        # What each draft was drawn from, by slot; only drafts that are drawn need it.
+        self.draft_logits: Tensor | None = None
+        if spec and spec.probabilistic:
+            shape = (state.seeds.shape[0], self.num_drafts, vocab_size)
+            self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def verify(
+        self, logits: Tensor, batch: InputBatch, where: Positions, needs: SamplingNeeds
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [num_reqs, width] and how many of them count [num_reqs].
+
+        logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 where no row has
+        drafts
+        """
+        self.sampler.adjust_(logits, where, needs)
+        chosen = self.sampler.draw(logits, where, needs).view(batch.num_reqs_padded, -1)
+        samples = batch.samples.long()
+        if chosen.shape[1] == 1:
+            return chosen, samples
+        rows = _Rows(self.sampler, batch, self.num_drafts)
+        accepts = self._accepts(chosen, rows)
+        if needs.noise and self.draft_logits is not None and self.rates is None:
+            accepts, chosen = self._by_ratio(logits, chosen, accepts, rows)
+        num_accepted = ops.count_accepted(accepts, batch.row_drafts)
+        return ops.join_tokens(rows.drafts, num_accepted, chosen), (num_accepted + 1) * samples
+
+    def _accepts(self, chosen: Tensor, rows: "_Rows") -> Tensor:
+        if self.rates is not None:
+            return ops.accept_at_rate(self.rates, rows.seeds, rows.num_tokens)
+        return chosen[:, :-1] == rows.drafts
+
+    def _by_ratio(
+        self, logits: Tensor, chosen: Tensor, matches: Tensor, rows: "_Rows"
+    ) -> tuple[Tensor, Tensor]:
+        """For rows at a temperature; greedy ones keep their matches."""
+        assert self.draft_logits is not None
+        probs = logits.view(*chosen.shape, -1)[:, :-1].softmax(dim=2)
+        draft_probs = self.draft_logits[rows.slot].to(probs.dtype).softmax(dim=2)
+        accepts = ops.accept_by_ratio(probs, draft_probs, rows.drafts, rows.seeds, rows.num_tokens)
+        redrawn = ops.draw_residual(probs, draft_probs, rows.seeds, rows.num_tokens)
+        # A position without a draft has nothing to take off: it is drawn as in plain decoding.
+        number = torch.arange(self.num_drafts, device=chosen.device)
+        drafted = number < rows.num_drafts[:, None]
+        noisy = (rows.temperature > 0)[:, None]
+        chosen = torch.cat(
+            (torch.where(noisy & drafted, redrawn, chosen[:, :-1]), chosen[:, -1:]), dim=1
+        )
+        return torch.where(noisy, accepts, matches), chosen
+
+
+class _Rows:
+    """A batch's rows with their drafts, out of slot state."""
+
+    def __init__(self, sampler: Sampler, batch: InputBatch, width: int) -> None:
+        slots, state = sampler.slots, sampler.state
+        self.slot = batch.row_slots
+        self.num_tokens = slots.num_tokens[self.slot]
+        self.num_drafts = batch.row_drafts
+        self.seeds = state.seeds[self.slot]
+        self.temperature = state.temperature[self.slot]
+        place = self.num_tokens[:, None] + torch.arange(width, device=self.slot.device)
+        place = place.clamp(max=slots.token_ids.shape[1] - 1)
+        self.drafts = slots.token_ids[self.slot[:, None], place].long()
