@@ -41,26 +41,31 @@ def write_target(folder: Path, num_layers: int = 3, max_position: int = 4096) ->
 
 
 def write_head(
-    folder: Path, method: str, knows: frozenset[int] | None = None, max_position: int = 4096
+    folder: Path,
+    method: str,
+    knows: frozenset[int] | None = None,
+    noise: float = 0.0,
+    max_position: int = 4096,
 ) -> Path:
     """A head that is right whenever the token to draft is in `knows`; None: always.
 
-    EAGLE-1 sees the newest token and looks its successor up in the target's output matrix; it is
-    always right. EAGLE-3 carries the token on in its feature, and has a vocabulary of its own.
+    EAGLE-1 sees the newest token and looks its successor up in the target's output matrix; it has
+    no vocabulary of its own, so it knows all. EAGLE-3 carries the token on in its feature. With
+    `noise` its attention disturbs it, so that what it drafts depends on its whole KV.
     """
     config = _decoder_config(max_position) | {"num_hidden_layers": 1}
     if method == "eagle":
         assert knows is None, "an EAGLE-1 head has no vocabulary of its own"
         tensors = {"fc.weight": torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), dim=1)}
-        tensors |= _idle_layer("layers.0", SIZE)
+        tensors |= _idle_layer("layers.0", SIZE, noise)
         del tensors["layers.0.input_layernorm.weight"]
         return _write(folder, tensors, config | {"architectures": ["LlamaForCausalLMEagle"]})
     known = sorted(range(SIZE) if knows is None else knows)
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(known)}
-    return _write(folder, _eagle3_tensors(known), config)
+    return _write(folder, _eagle3_tensors(known, noise), config)
 
 
-def _eagle3_tensors(known: list[int]) -> dict[str, Tensor]:
+def _eagle3_tensors(known: list[int], noise: float) -> dict[str, Tensor]:
     """The feature is the vector of the token before the newest, which says what follows both."""
     zeros = torch.zeros(SIZE, SIZE)
     twice = torch.linalg.matrix_power(_successor_matrix(), 2)  # [token that follows, token]
@@ -71,7 +76,7 @@ def _eagle3_tensors(known: list[int]) -> dict[str, Tensor]:
         "lm_head.weight": (twice @ _successor_matrix().T)[known] * SHARPNESS / SIZE**0.5,
         "d2t": torch.tensor(known) - torch.arange(len(known)),
     }
-    layer = _idle_layer("midlayer", 2 * SIZE)
+    layer = _idle_layer("midlayer", 2 * SIZE, noise)
     layer["midlayer.hidden_norm.weight"] = torch.ones(SIZE)
     # The MLP takes the token's vector off the stream and puts its successor's there.
     scale = SIZE**0.5
@@ -89,8 +94,8 @@ def _successor_matrix() -> Tensor:
     return matrix
 
 
-def _idle_layer(prefix: str, attention_in: int) -> dict[str, Tensor]:
-    """A layer whose attention runs over random keys and whose outputs are zero."""
+def _idle_layer(prefix: str, attention_in: int, noise: float = 0.0) -> dict[str, Tensor]:
+    """A layer whose attention runs over random keys and whose outputs are noise, or zero."""
     generator = torch.Generator().manual_seed(len(prefix))
     tensors = {
         f"{prefix}.self_attn.{name}_proj.weight": torch.randn(
@@ -98,7 +103,8 @@ def _idle_layer(prefix: str, attention_in: int) -> dict[str, Tensor]:
         )
         for name in "qkv"
     }
-    tensors[f"{prefix}.self_attn.o_proj.weight"] = torch.zeros(SIZE, SIZE)
+    mixed = torch.randn(SIZE, SIZE, generator=generator)
+    tensors[f"{prefix}.self_attn.o_proj.weight"] = noise * mixed
     for name in ("gate", "up", "down"):
         tensors[f"{prefix}.mlp.{name}_proj.weight"] = torch.zeros(SIZE, SIZE)
     for name in ("input_layernorm", "post_attention_layernorm"):

@@ -111,6 +111,7 @@ class EagleSpeculator:
         states, onward = self.head(token_ids, features, batch.positions, context)
         last = self.prefill_inputs.last_token_indices[: batch.num_reqs_padded]
         self.features[: batch.num_reqs_padded].copy_(onward[last])
+        self.features[batch.num_reqs_padded :].zero_()  # a draft decode may take more rows
         self._draft(states[last], noise)
 
     def decode(self, batch: InputBatch, context: ForwardContext, noise: bool) -> None:

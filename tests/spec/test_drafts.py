@@ -1,0 +1,204 @@
+"""Drafts are those of the slow reference drafter; a head that is right is worth K + 1 tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec.drafters import GREEDY, SEEDED, DrafterStore, Trace, make_llm, prompts, run, watch_drafts
+from spec.reference_drafter import ReferenceDrafter, TargetReference
+from stoop import LLM
+from stoop.checkpoint.weights import WeightReader
+from stoop.models import toy
+from stoop.models.head_config import stored_names
+from stoop.spec.eagle import EagleSpeculator
+
+HEADS = ("eagle-random", "eagle3-random", "eagle3-variant", "eagle-noisy", "eagle3-noisy")
+
+
+def references(llm: LLM) -> tuple[TargetReference, ReferenceDrafter]:
+    """Plain torch, from the checkpoints and the head's specification alone."""
+    config = llm.config
+    assert config.spec is not None and config.head is not None and config.spec.folder is not None
+    with WeightReader(config.load.folder) as reader:
+        target = {name: reader.tensor(name).double() for name in reader.names()}
+    with WeightReader(config.spec.folder) as reader:
+        names = stored_names(reader.names(), tied=False)
+        head = {name: _double(reader.tensor(stored)) for name, stored in names.items()}
+    drafter = ReferenceDrafter(
+        config.head, head, target["model.embed_tokens.weight"], target["lm_head.weight"]
+    )
+    return TargetReference(config.model, target, config.head.taps or (0,)), drafter
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def watch_logits(llm: LLM, patch: pytest.MonkeyPatch) -> dict[tuple[int, int, int], Tensor]:
+    """By slot, known tokens and number of the draft: the logits that it was chosen from."""
+    found: dict[tuple[int, int, int], Tensor] = {}
+    speculator = llm.engine.runner.speculator
+    assert isinstance(speculator, EagleSpeculator)
+    head, slots, step = speculator.head, speculator.setup.slots, speculator.setup.buffers.step
+    logits_of: Callable[[Tensor], Tensor] = head.logits
+
+    def spy(states: Tensor) -> Tensor:
+        logits = logits_of(states)
+        for row, slot in enumerate(step.row_slots[: logits.shape[0]].tolist()):
+            key = (slot, int(slots.num_tokens[slot]), int(slots.num_drafts[slot]))
+            if step.samples[row]:
+                found.setdefault(key, logits[row].clone())
+        return logits
+
+    patch.setattr(head, "logits", spy)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["reference", "hostplan"])
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_equal_the_slow_reference_drafters(
+    drafters: DrafterStore, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No paging, no batch, no cache there: tokens are equal and logits within 1e-4."""
+    llm = make_llm(drafters.get(name), 4, attention_backend=backend)
+    trace = Trace()
+    watch_drafts(llm, trace)
+    logits = watch_logits(llm, monkeypatch)
+    target, drafter = references(llm)
+    texts: dict[str, list[int]] = {}
+    for number, (prompt, params) in enumerate(zip(prompts(toy.SIZE), (GREEDY, SEEDED) * 4)):
+        (output,) = llm.generate([prompt], params)  # alone: its slot's logits are its own
+        texts[f"{number}/0"] = prompt + list(output.outputs[0].token_ids)
+        _compare(texts[f"{number}/0"], f"{number}/0", trace, logits, target, drafter)
+        logits.clear()
+    assert sum(len(drafts) == 4 for drafts in trace.drafts.values()) > 30
+
+
+def _compare(
+    text: list[int],
+    request_id: str,
+    trace: Trace,
+    logits: dict[tuple[int, int, int], Tensor],
+    target: TargetReference,
+    drafter: ReferenceDrafter,
+) -> None:
+    for (owner, known), drafts in trace.drafts.items():
+        if owner != request_id or not drafts or known > len(text):
+            continue
+        taps, normed, _ = target.streams(text[: known - 1])
+        features = taps if drafter.spec.taps else normed
+        expected, expected_logits = drafter.draft(text[:known], features, len(drafts))
+        assert drafts == expected
+        for number in range(len(drafts)):
+            (ours,) = [v for (_, n, d), v in logits.items() if (n, d) == (known, number)]
+            torch.testing.assert_close(ours, expected_logits[number], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("name", ["eagle-right", "eagle3-right"])
+@pytest.mark.parametrize("mode", ["none", "step"])
+def test_a_head_that_is_always_right_gives_k_plus_1_tokens_a_step(
+    drafters: DrafterStore, name: str, num_tokens: int, mode: str
+) -> None:
+    options: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 80}
+    options |= {"max_num_batched_tokens": 80, "graph_mode": mode}
+    if mode == "step":
+        options["capture_sizes"] = "1,4"
+    llm = make_llm(drafters.get(name), num_tokens, **options)
+    rounds = 5
+    params = GREEDY.replace(max_tokens=1 + rounds * (num_tokens + 1))
+    for count in (1, 3):
+        before = llm.metrics()["num_steps"]
+        outputs = llm.generate(prompts(toy.SIZE)[:count], params)
+        # One step for the prompt and its first token, then whole runs.
+        assert llm.metrics()["num_steps"] - before == 1 + rounds
+        for output in outputs:
+            (answer,) = output.outputs
+            assert answer.token_ids == _walk(output.prompt_token_ids[-1], params.max_tokens)
+            assert answer.spec is not None
+            assert answer.spec.num_accepted_tokens_per_pos == [rounds] * num_tokens
+            assert answer.spec.mean_acceptance_length == num_tokens + 1
+
+
+def _walk(token: int, count: int | None) -> list[int]:
+    assert count is not None
+    walk = []
+    for _ in range(count):
+        token = toy.successor(token)
+        walk.append(token)
+    return walk
+
+
+def test_a_head_that_knows_some_tokens_is_right_for_those(drafters: DrafterStore) -> None:
+    """Acceptance by position is what the known tokens say, draft by draft."""
+    llm = make_llm(drafters.get("eagle3-some"), 3, max_model_len=256, num_kv_blocks=80)
+    prompt = [4]
+    (output,) = llm.generate([prompt], GREEDY.replace(max_tokens=100))
+    answer, expected, known = output.outputs[0], [0, 0, 0], 1
+    tokens, num_steps = answer.token_ids, 0
+    while known < 100:
+        room = min(3, 100 - 1 - known)
+        run_length = 0
+        while run_length < room and tokens[known + run_length] % 7:
+            expected[run_length] += 1
+            run_length += 1
+        known += run_length + 1
+        num_steps += room > 0
+    assert answer.spec is not None
+    assert answer.spec.num_accepted_tokens_per_pos == expected
+    assert answer.spec.num_drafts == num_steps
+    assert 0 < expected[2] < expected[1] < expected[0] < num_steps
+
+
+def test_drafts_stop_at_the_heads_own_position_limit(drafters: DrafterStore, tmp_path: Any) -> None:
+    """Past it the head was not trained: its requests go on without drafts, others keep theirs."""
+    right = drafters.get("eagle3-right")
+    head = toy.write_head(tmp_path / "short", "eagle3", max_position=32)
+    short = type(right)(right.target, "eagle3", head)
+    llm, plain = make_llm(short, 3), make_llm(short, 0)
+    trace = Trace()
+    watch_drafts(llm, trace)
+    batch = [[5] * 20, [6] * 2]
+    params = [GREEDY.replace(max_tokens=40), GREEDY.replace(max_tokens=20)]
+    ours = [o.outputs[0].token_ids for o in llm.generate(batch, params)]
+    assert ours == [o.outputs[0].token_ids for o in plain.generate(batch, params)]
+    for (owner, known), drafts in trace.drafts.items():
+        assert known + len(drafts) <= 32 or not drafts, (owner, known, drafts)
+    assert any(len(drafts) == 3 for drafts in trace.drafts.values())
+    assert any(known > 40 and not drafts for (_, known), drafts in trace.drafts.items())
+
+
+def test_a_request_may_lower_its_drafts_and_the_batch_keeps_its_graph(
+    drafters: DrafterStore,
+) -> None:
+    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode="step", sanitize=True)
+    used = []
+    replay = llm.engine.runner.graphs.replay
+
+    def spy(descriptor: Any, context: Any = None) -> None:
+        used.append(descriptor)
+        replay(descriptor, context)
+
+    llm.engine.runner.graphs.replay = spy  # type: ignore[method-assign]
+    batch = [[5], [6], [7], [8]]
+    params = [GREEDY.replace(num_speculative_tokens=n, max_tokens=9) for n in (0, 1, 2, 3)]
+    outputs = llm.generate(batch, params)
+    rounds = [o.outputs[0].spec for o in outputs]
+    assert rounds[0] is None or rounds[0].num_drafts == 0
+    assert [r.num_accepted_tokens_per_pos for r in rounds[1:] if r] == [
+        [4, 0, 0],
+        [3, 2, 0],  # the last run is cut by max_tokens
+        [2, 2, 2],
+    ]
+    assert {d.query_len for d in used if d.sampling is not None} == {4}
+    assert {d.num_reqs for d in used if d.sampling is not None} == {1, 2, 4}
+
+
+def test_runs_end_inside_the_reserved_blocks(drafters: DrafterStore) -> None:
+    """The whole workload with every block beyond a request's own poisoned: see the sanitizer."""
+    llm = make_llm(drafters.get("eagle3-right"), 8, graph_mode="full", sanitize=True)
+    trace = run(llm, 8)
+    assert max(known for _, known in trace.drafts) == 72
