@@ -30,7 +30,7 @@ class LLM:
     ) -> None:
         self.options = make_options(str(model), options)
         self.engine = build_engine(self.options, report)
-        self._num_requests = 0
+        self.num_requests = 0  # so far
         self._mail: dict[str, deque[RequestOutput]] = {}  # outputs not yet taken, by request
 
     @property
@@ -113,8 +113,8 @@ class LLM:
         ids: list[str] = []
         try:
             for prompt, each, level in zip(prompts, params, priority, strict=True):
-                request_id = str(self._num_requests)
-                self._num_requests += 1
+                request_id = str(self.num_requests)
+                self.num_requests += 1
                 self._add(request_id, prompt, each, level, len(ids) if len(prompts) > 1 else None)
                 ids.append(request_id)
         except BaseException:

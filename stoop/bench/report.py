@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stoop.bench.offline import LatencyResult, Load, RunResult, Trace
+from stoop.bench.spec import SpecResult
 
 PERCENTILES = (50, 90, 99)
 
@@ -127,6 +128,22 @@ def _latency_record(result: LatencyResult, single: float | None) -> dict[str, An
         record["transformers_tokens_per_s"] = result.peer
         record["ratio"] = result.tokens_per_s / result.peer
     return record
+
+
+def print_drafts(load: Load, results: list[SpecResult]) -> None:
+    table = Table(title=f"speculation on a toy target, batch {load.num_requests}")
+    for column in ("head", "K", "tokens a step", "tok/s", "of plain"):
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(
+            result.drafter,
+            str(result.num_drafts),
+            f"{result.tokens_per_step:.2f}",
+            f"{result.tokens_per_s:.1f}",
+            f"{result.speedup:.2f}x",
+        )
+    Console().print(table)
+    _print_json({"bench": "spec", "results": [result.as_record() for result in results]})
 
 
 def _times(traces: list[Trace]) -> dict[str, dict[str, float]]:

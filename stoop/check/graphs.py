@@ -2,14 +2,16 @@
 
 Every graph mode of every backend runs small workloads under the sanitizer, which compares each
 replay with the same phases run eagerly, to the bit. In float64, tokens are compared with steps
-that are neither captured nor padded, too.
+that are neither captured nor padded, too; with a drafter, answers with those of plain decoding, and
+drafts, place by place, with those of eager steps.
 """
 
+import dataclasses
 import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,11 @@ import torch
 
 from stoop.checkpoint.report import Report
 from stoop.config.schema import EngineOptions
+from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 from stoop.core.sampling_params import SamplingParams
+from stoop.core.step import StepPlan, StepResult
 from stoop.graph.descriptor import BatchExecutionDescriptor
+from stoop.graph.manager import CudaGraphManager
 from stoop.llm import LLM
 
 TINY = "tiny"
@@ -35,6 +40,11 @@ TINY_CONFIG = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "torch_dtype": "float64",
+}
+_TINY_HEAD = TINY_CONFIG | {"num_hidden_layers": 1}
+TINY_HEADS = {
+    "eagle": _TINY_HEAD | {"architectures": ["LlamaForCausalLMEagle"]},
+    "eagle3": _TINY_HEAD | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 192},
 }
 MAX_REQS = 6
 MAX_LEN = 192
@@ -56,21 +66,35 @@ class Case:
     mode: str
     num_workloads: int = 0
     num_graphs: int = 0
-    used: frozenset[BatchExecutionDescriptor] = frozenset()
+    num_used: int = 0
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
 
 
+@dataclass
+class Outcome:
+    """A workload's answers, and the drafts behind each number of known tokens."""
+
+    answers: list[list[int]]
+    drafts: dict[tuple[str, int], list[int]]
+
+
 @contextmanager
-def model_folder(model: str) -> Iterator[str]:
-    """The model as it is, or a folder for the tiny one."""
-    if model != TINY:
-        yield model
-        return
+def tiny_model(engine: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A folder with the tiny model, and options with the tiny head's folder for its name."""
     torch.set_num_threads(1)  # threads of so small a model only wait for each other
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(TINY_CONFIG))
-        yield folder
+    spec = parse_speculation(engine.get("speculative_config"))
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+        engine = {**engine, "load_format": "dummy"}
+        if spec is not None and spec.model == TINY:
+            (folder / "head").mkdir()
+            head = TINY_HEADS[spec.method or "eagle3"]
+            (folder / "head" / "config.json").write_text(json.dumps(head))
+            given = dataclasses.asdict(dataclasses.replace(spec, model=str(folder / "head")))
+            engine["speculative_config"] = {k: v for k, v in given.items() if v is not None}
+        yield str(folder), engine
 
 
 def make_workloads(block_size: int) -> list[Workload]:
@@ -99,7 +123,7 @@ def run_checks(
     options = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_REQS,
-        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens": max(64, MAX_REQS * (1 + _num_drafts(engine))),
         "skip_tokenizer_init": True,
         "capture_sizes": CAPTURE_SIZES,
         **{name: value for name, value in engine.items() if value is not None},
@@ -107,11 +131,7 @@ def run_checks(
     block_size = options.get("block_size") or EngineOptions.block_size
     options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)
     workloads = make_workloads(block_size)
-    plain = LLM(folder, **{k: v for k, v in options.items() if k != "capture_sizes"})
-    expected = None
-    if plain.config.device.dtype == "float64":
-        expected = {w.name: _answers(plain, w) for w in workloads}
-    del plain
+    expected = _eager_outcomes(folder, options, workloads)
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):
         report(f"checking {backend} {mode}", done, total)
@@ -119,44 +139,108 @@ def run_checks(
         yield _check(llm, Case(backend, mode), workloads, expected)
 
 
+def _num_drafts(engine: dict[str, Any]) -> int:
+    spec = parse_speculation(engine.get("speculative_config"))
+    return (spec.num_speculative_tokens or MAX_DRAFTS) if spec else 0
+
+
+def _eager_outcomes(
+    folder: str, options: dict[str, Any], workloads: list[Workload]
+) -> dict[str, Outcome] | None:
+    """Of steps that are neither captured nor padded. In lower precisions a token's last bits depend
+    on the batch, and there is nothing to compare with."""
+    options = {k: v for k, v in options.items() if k != "capture_sizes"}
+    eager = LLM(folder, **options)
+    if eager.config.device.dtype != "float64":
+        return None
+    outcomes = {w.name: _run(eager, w) for w in workloads}
+    if eager.config.spec is not None and eager.config.spec.synthetic_rates is None:
+        plain = LLM(folder, **{**options, "speculative_config": None})
+        drawn_drafts = eager.config.spec.probabilistic
+        for workload in workloads:
+            # Drafts that are drawn keep the distribution, not the text.
+            if workload.params.greedy or not drawn_drafts:
+                outcomes[workload.name].answers = _run(plain, workload).answers
+    return outcomes
+
+
+def _watch_replays(managers: Sequence[CudaGraphManager]) -> set[tuple[str, Any]]:
+    """Graphs that are replayed from here on, by manager and descriptor."""
+    used: set[tuple[str, Any]] = set()
+
+    def watched(manager: CudaGraphManager) -> Callable[..., None]:
+        replay = manager.replay
+
+        def spy(descriptor: BatchExecutionDescriptor, *args: Any, **options: Any) -> None:
+            used.add((manager.name, descriptor))
+            replay(descriptor, *args, **options)
+
+        return spy
+
+    for manager in managers:
+        manager.replay = watched(manager)  # type: ignore[method-assign]
+    return used
+
+
 def _check(
-    llm: LLM, case: Case, workloads: list[Workload], expected: dict[str, list[list[int]]] | None
+    llm: LLM, case: Case, workloads: list[Workload], expected: dict[str, Outcome] | None
 ) -> Case:
     started = time.perf_counter()
-    graphs = llm.engine.runner.graphs
-    used: set[BatchExecutionDescriptor] = set()
-    dispatch = graphs.dispatch
-
-    def spy(shape: Any) -> BatchExecutionDescriptor:
-        descriptor = dispatch(shape)
-        used.add(descriptor)
-        return descriptor
-
-    graphs.dispatch = spy  # type: ignore[method-assign]
+    managers = llm.engine.runner.graphs.managers()
+    used = _watch_replays(managers)
     failures = []
     for workload in workloads:
         case.num_workloads += 1
         try:
-            answers = _answers(llm, workload)
+            outcome = _run(llm, workload)
         except Exception as error:  # whatever a stale graph may do
             failures.append(f"{case.backend} {case.mode}, {workload.name}: {error}")
             continue
-        if expected is not None and answers != expected[workload.name]:
+        if expected is not None and outcome.answers != expected[workload.name].answers:
             failures.append(f"{case.backend} {case.mode}, {workload.name}: other tokens than eager")
-    captured = graphs.manager.descriptors
-    for descriptor in captured:
-        if descriptor not in used:
-            failures.append(f"{case.backend} {case.mode}: no workload took {descriptor}")
+        if expected is not None and outcome.drafts != expected[workload.name].drafts:
+            failures.append(f"{case.backend} {case.mode}, {workload.name}: other drafts than eager")
+    captured = [(m.name, descriptor) for m in managers for descriptor in m.descriptors]
+    for name, descriptor in captured:
+        if (name, descriptor) not in used:
+            which = f"{name} {descriptor}".strip()
+            failures.append(f"{case.backend} {case.mode}: no workload took {which}")
     case.num_graphs = len(captured)
-    case.used = frozenset(used)
+    case.num_used = len(used)
     case.failures = tuple(failures)
     case.seconds = time.perf_counter() - started
     return case
 
 
-def _answers(llm: LLM, workload: Workload) -> list[list[int]]:
+def _run(llm: LLM, workload: Workload) -> Outcome:
     source = random.Random(workload.name)
     vocab_size = llm.config.model.vocab_size
     prompts = [[source.randrange(vocab_size) for _ in range(n)] for n in workload.lengths]
-    outputs = llm.generate(prompts, workload.params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    outcome = Outcome([], {})
+    with _watch_drafts(llm, outcome):
+        outputs = llm.generate(prompts, workload.params, use_tqdm=False)
+    outcome.answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return outcome
+
+
+@contextmanager
+def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
+    """Note after each step what stands behind the known tokens of its rows."""
+    runner = llm.engine.runner
+    slots, execute = runner.state.tensors, runner.execute
+    first = llm.num_requests
+
+    def spy(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        for row in plan.rows:
+            known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
+            number = int(row.request_id.split("/")[0]) - first
+            drafts = slots.token_ids[row.slot, known : known + count].tolist()
+            outcome.drafts[f"{number}", known] = drafts
+        return result
+
+    runner.execute = spy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del runner.execute

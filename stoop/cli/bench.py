@@ -99,6 +99,37 @@ def graphs(
     print_modes(loads, measure_modes(llms, loads, repeat))
 
 
+@bench.command()
+def spec(
+    k: Annotated[str, typer.Option("--k", help="drafts a step, with commas between")] = "1,2,4,8",
+    batch_size: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    output_len: OutputLen = 64,
+    layers: Annotated[
+        int, typer.Option(min=1, help="of the toy target; its head has one: the more, the cheaper")
+    ] = 24,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds; engines take turns in each")] = 3,
+    graph_mode: Annotated[str, typer.Option(help="as for an engine")] = "step",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+) -> None:
+    """Tokens/s of a toy target by number of drafts, with a head that is always right and with one
+    that is useless: what speculation can gain, and what it costs."""
+    from stoop.bench.offline import Load
+    from stoop.bench.report import print_drafts
+    from stoop.bench.spec import measure_drafts
+
+    ks, load = _sizes(k), Load(batch_size, 8, output_len)
+    options = {
+        "device": device,
+        "graph_mode": graph_mode,
+        "max_num_seqs": batch_size,
+        "max_model_len": load.input_len + output_len,
+        "max_num_batched_tokens": max(64, batch_size * (max(ks) + 1)),
+        "skip_tokenizer_init": True,
+        "capture_sizes": None if graph_mode == "none" else str(batch_size),
+    }
+    print_drafts(load, measure_drafts(ks, load, layers, options, repeat, start_llm))
+
+
 def _sizes(text: str) -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stoop.cli.acceptance import print_acceptance
 from stoop.cli.options import sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
@@ -38,13 +39,14 @@ def chat(
     while (line := _read_line()) is not None:
         command = line.strip()
         if command in ("/exit", "/quit"):
-            return
+            break
         if command == "/reset":
             conversation.reset()
         elif command.startswith("/"):
             print(HELP, file=sys.stderr)
         elif command:
             conversation.answer(line)
+    print_acceptance(llm.engine.scheduler.stats.spec)
 
 
 def _read_line() -> str | None:

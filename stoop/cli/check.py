@@ -1,6 +1,7 @@
 """`stoop check`: are this model's graphs what its eager steps are?"""
 
 import json
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -46,18 +47,16 @@ def check(
 ) -> None:
     """Prove every graph replay equal to eager, to the bit, with the sanitizer on.
 
+    With a drafter (-sc; its model may be "tiny" beside the tiny model) its phases are checked too.
     The last line is JSON; the exit code is 1 if anything differs.
     """
-    from stoop.check.graphs import TINY, model_folder, run_checks
+    from stoop.check.graphs import TINY, run_checks, tiny_model
 
     chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
     chosen_backends = _chosen("--backends", backends, ATTENTION_BACKENDS)
-    if model == TINY:
-        engine = {**engine, "load_format": "dummy"}
-    cases = []
-    with model_folder(model) as folder, StageProgress() as report:
-        for case in run_checks(folder, chosen_modes, chosen_backends, engine, report):
-            cases.append(case)
+    place = tiny_model(engine) if model == TINY else nullcontext((model, engine))
+    with place as (folder, options), StageProgress() as report:
+        cases = list(run_checks(folder, chosen_modes, chosen_backends, options, report))
     if not as_json:
         _print_table(model, cases)
     failures = [failure for case in cases for failure in case.failures]
@@ -83,13 +82,12 @@ def _print_table(model: str, cases: list[Any]) -> None:
     for column in ("backend", "mode", "runs", "graphs", "used", "s", "result"):
         table.add_column(column, no_wrap=True)
     for case in cases:
-        graphs_used = sum(descriptor.mode > 0 for descriptor in case.used)
         table.add_row(
             case.backend,
             case.mode,
             str(case.num_workloads),
             str(case.num_graphs),
-            str(graphs_used),
+            str(case.num_used),
             f"{case.seconds:.1f}",
             "[red]FAILED[/red]" if case.failures else "[green]equal[/green]",
         )

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stoop.cli.acceptance import print_acceptance
 from stoop.cli.options import sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
@@ -55,6 +56,7 @@ def generate(
     if len(outputs) > 1 or sampling.n > 1:
         _print_answers(prompts, outputs)
     print(_summary(outputs, seconds), file=sys.stderr)
+    print_acceptance(llm.engine.scheduler.stats.spec)
 
 
 def _render(llm: Any, text: str) -> dict[str, Any]:
@@ -88,6 +90,9 @@ def _print_json(outputs: list[RequestOutput], seconds: float, metrics: dict[str,
     for output in outputs:
         record = dataclasses.asdict(output)
         times = record.pop("times")
+        for answer, completion in zip(record["outputs"], output.outputs, strict=True):
+            answer.pop("spec")
+            answer |= completion.spec.as_metrics() if completion.spec else {}
         record["ttft_s"] = round(times["first_token"] - times["arrival"], 6)
         record["e2e_s"] = round(times["finished"] - times["arrival"], 6)
         print(json.dumps(record, ensure_ascii=False))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from stoop.cli.progress import StageProgress
 
 if TYPE_CHECKING:
+    from stoop.config.schema import SpecConfig
     from stoop.llm import LLM
 
 
@@ -22,4 +23,19 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
         f"({numbers['kv_cache_bytes'] / 2**20:,.0f} MiB), ready in {report.seconds:.1f} s",
         file=sys.stderr,
     )
+    if config.spec is not None:
+        print(f"drafts: {_drafter(config.spec)}", file=sys.stderr)
     return llm
+
+
+def _drafter(spec: "SpecConfig") -> str:
+    """What was chosen, of a head also what it reads of the target."""
+    parts = [spec.method, f"{spec.num_tokens} a step"]
+    if spec.head is not None:
+        parts.append("drawn" if spec.probabilistic else "the likeliest")
+        parts.append(f"{spec.head.decoder.vocab_size:,} tokens of vocabulary")
+    if spec.head is not None and spec.head.taps:
+        parts.append(f"taps {', '.join(map(str, spec.head.taps))}")
+    if spec.synthetic_rates is not None:
+        parts.append("accepted by chance: answers mean nothing")
+    return ", ".join(parts)

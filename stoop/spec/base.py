@@ -10,7 +10,13 @@ from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
 from stoop.graph.descriptor import BatchExecutionDescriptor
-from stoop.graph.manager import CapturedAttentionState, GraphBackend, GraphWatch, Prepare
+from stoop.graph.manager import (
+    CapturedAttentionState,
+    CudaGraphManager,
+    GraphBackend,
+    GraphWatch,
+    Prepare,
+)
 from stoop.graph.sanitizer import Buffer
 from stoop.ops.inputs import SlotTensors
 from stoop.sampling.state import SamplingState
@@ -47,6 +53,10 @@ class Speculator(Protocol):
 
     def buffers(self) -> list[Buffer]:
         """Its persistent buffers, weights included."""
+        ...
+
+    def graph_managers(self) -> list[CudaGraphManager]:
+        """Those of its own graphs."""
         ...
 
     def init_cudagraph_manager(self, backend: GraphBackend, watch: GraphWatch | None) -> None: ...

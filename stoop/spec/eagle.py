@@ -18,7 +18,13 @@ from stoop.attention.breaking import BreakingContext
 from stoop.batch.input_batch import InputBatch
 from stoop.checkpoint.report import Report
 from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
-from stoop.graph.manager import CapturedAttentionState, GraphBackend, GraphWatch, Prepare
+from stoop.graph.manager import (
+    CapturedAttentionState,
+    CudaGraphManager,
+    GraphBackend,
+    GraphWatch,
+    Prepare,
+)
 from stoop.graph.sanitizer import Buffer, Lifetime
 from stoop.graph.support import GraphSupport
 from stoop.models.eagle import EagleHead
@@ -269,6 +275,9 @@ class EagleSpeculator:
         return PagedContext(setup.draft_backend, metadata, batch.slot_mapping, setup.kv_caches)
 
     # ---- graphs ----
+
+    def graph_managers(self) -> list[CudaGraphManager]:
+        return [m for m in (self.prefill_graphs, self.decode_graphs) if m is not None]
 
     def init_cudagraph_manager(self, backend: GraphBackend, watch: GraphWatch | None) -> None:
         """Draft decode is captured whole where the target's decodes are; draft prefill wherever

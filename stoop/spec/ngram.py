@@ -5,7 +5,13 @@ from torch import Tensor
 from stoop.batch.input_batch import InputBatch
 from stoop.checkpoint.report import Report
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
-from stoop.graph.manager import CapturedAttentionState, GraphBackend, GraphWatch, Prepare
+from stoop.graph.manager import (
+    CapturedAttentionState,
+    CudaGraphManager,
+    GraphBackend,
+    GraphWatch,
+    Prepare,
+)
 from stoop.graph.sanitizer import Buffer
 from stoop.ops.drafting import draft_room, look_up_ngrams
 from stoop.spec.base import DraftSetup, DraftStep
@@ -25,6 +31,9 @@ class NgramSpeculator:
         self.max_model_len = setup.config.schedule.max_model_len
 
     def buffers(self) -> list[Buffer]:
+        return []
+
+    def graph_managers(self) -> list[CudaGraphManager]:
         return []
 
     def init_cudagraph_manager(self, backend: GraphBackend, watch: GraphWatch | None) -> None:

@@ -51,6 +51,11 @@ class StepGraphs:
         if self.runner.speculator is not None:
             self.runner.speculator.capture(self.attn_states, self.prepare, report)
 
+    def managers(self) -> list[CudaGraphManager]:
+        """The target's and the drafter's."""
+        speculator = self.runner.speculator
+        return [self.manager, *(speculator.graph_managers() if speculator else [])]
+
     def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
         return self.manager.dispatch(shape)
 

@@ -1,7 +1,7 @@
 """Targets with drafters of every quality, and one workload that they all run.
 
-What the workload holds: arrivals while others run, finishes, preemption (too few blocks), prompts in
-chunks, prefix cache hits, requests with drafts of their own number, requests that end at
+What the workload holds: arrivals while others run, finishes, preemption (too few blocks), prompts
+in chunks, prefix cache hits, requests with drafts of their own number, requests that end at
 max_model_len, greedy and seeded sampling.
 """
 
@@ -258,9 +258,9 @@ def requests(num_tokens: int, vocab_size: int) -> list[tuple[list[int], Sampling
         (every[2], PENALISED),
         (every[3], GREEDY.replace(**lower)),
         (shared, SEEDED.replace(seed=5, **none)),
-        (shared + [9], GREEDY.replace(max_tokens=5)),
+        ([*shared, 9], GREEDY.replace(max_tokens=5)),
         (every[6], SEEDED.replace(seed=6, max_tokens=None)),
-        (shared[:16] + [1, 2], PENALISED.replace(seed=9, max_tokens=2)),
+        ([*shared[:16], 1, 2], PENALISED.replace(seed=9, max_tokens=2)),
         (shared, GREEDY.replace(max_tokens=1)),
     ]
 

@@ -1,0 +1,71 @@
+"""What speculation is worth where a head's quality is known: always right, or never."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stoop.bench.offline import Load, run
+from stoop.llm import LLM
+from stoop.models import toy
+
+Start = Callable[[str, dict[str, Any]], LLM]
+
+
+@dataclass(frozen=True)
+class SpecResult:
+    drafter: str  # none, right or useless
+    num_drafts: int  # K
+    tokens_per_s: float
+    tokens_per_step: float
+    speedup: float  # over plain decoding in the same run
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_drafts(
+    ks: Sequence[int],
+    load: Load,
+    num_layers: int,
+    options: dict[str, Any],
+    repeat: int,
+    start: Start,
+) -> list[SpecResult]:
+    """Plain decoding and every K with both heads, in turns, on the toy target."""
+    with tempfile.TemporaryDirectory() as root:
+        llms = _start_all(Path(root), ks, num_layers, options, start)
+        speeds: dict[tuple[str, int], list[float]] = {key: [] for key in llms}
+        for turn in range(repeat + 1):
+            for key, llm in llms.items():
+                speed = run(llm, load).tokens_per_s
+                if turn:  # the first round warms up
+                    speeds[key].append(speed)
+        median = {key: statistics.median(each) for key, each in speeds.items()}
+        return [
+            SpecResult(
+                drafter=name,
+                num_drafts=k,
+                tokens_per_s=median[name, k],
+                tokens_per_step=llm.metrics()["spec_decode_mean_acceptance_length"],
+                speedup=median[name, k] / median["none", 0],
+            )
+            for (name, k), llm in llms.items()
+        ]
+
+
+def _start_all(
+    root: Path, ks: Sequence[int], num_layers: int, options: dict[str, Any], start: Start
+) -> dict[tuple[str, int], LLM]:
+    target = str(toy.write_target(root / "target", num_layers))
+    right = toy.write_head(root / "right", "eagle3")
+    # A head that knows no token but one is wrong all but always.
+    useless = toy.write_head(root / "useless", "eagle3", knows=frozenset({0}))
+    llms = {("none", 0): start(target, options)}
+    for name, head in (("right", right), ("useless", useless)):
+        for k in ks:
+            spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": k}
+            llms[name, k] = start(target, {**options, "speculative_config": spec})
+    return llms

@@ -1,0 +1,23 @@
+"""How drafts fared, as a small table."""
+
+import sys
+
+from stoop.core.outputs import SpecCounts
+
+
+def print_acceptance(counts: SpecCounts) -> None:
+    """On standard error, beside the speed; nothing if there were no drafts."""
+    if not counts.num_drafts:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    rates = counts.acceptance_rates
+    table = Table(title="accepted drafts")
+    table.add_column("position")
+    for position in range(len(rates)):
+        table.add_column(str(position + 1), justify="right")
+    table.add_column("tokens a step", justify="right")
+    cells = [f"{rate:.0%}" for rate in rates]
+    table.add_row("accepted", *cells, f"{counts.mean_acceptance_length:.2f}")
+    Console(stderr=True, file=sys.stderr).print(table)
