@@ -1,5 +1,6 @@
 # make run    answer a prompt with the embedded model
 # make test   run the tests
+# make test-all  and every combination of drafter, K, graph mode and backend
 # make lint   ruff, mypy, import contracts, size limits
 # make clean  remove the environment; the model cache stays
 
@@ -10,13 +11,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --disable-pip-version-check
 
-.PHONY: run test lint clean
+.PHONY: run test test-all lint clean
 
 run: $(VENV)/.run
 	$(BIN)/stoop generate --chat --prompt "$$PROMPT" --max-tokens 96
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: export STOOP_TEST_ALL := 1
+test-all: test
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
