@@ -64,13 +64,16 @@ class _Source:
     def said(self, key: str) -> Any:
         """The config's value for `key`, which may be in `eagle_config` too; None: it has none."""
         nested = self.config.get("eagle_config") or {}
-        outer, inner = self.config.get(key), nested.get(key)
-        if outer is not None and inner is not None and outer != inner:
+        places = [self.config.get(key), nested.get(key)]
+        if key == TAPS:
+            places.append(nested.get("layer_ids"))  # as some call it
+        found = [value for value in places if value is not None]
+        if any(value != found[0] for value in found):
             raise CheckpointError(
-                f"config.json has {key}={outer!r} and, in eagle_config, {inner!r}: keep the one "
-                "that the head was trained with"
+                f"config.json has {key}={found[0]!r} and, in eagle_config, {found[-1]!r}: keep the "
+                "one that the head was trained with"
             )
-        return inner if outer is None else outer
+        return found[0] if found else None
 
     def has(self, name: str) -> bool | None:
         return None if self.shapes is None else name in self.shapes

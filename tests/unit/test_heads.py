@@ -1066,3 +1066,14 @@ def test_a_damaged_pickle_is_named(tmp_path: Path, kept: int) -> None:
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is (truncated or )?damaged"):
         WeightReader(tmp_path, allow_pickle=True)
+
+
+def test_taps_under_their_other_name(tmp_path: Path) -> None:
+    """Some heads list their taps as `layer_ids`; two lists that differ are refused."""
+    config = {**LAYER_CONFIG, "architectures": ["LlamaForCausalLMEagle3"]}
+    config |= {"eagle_config": {"layer_ids": [1, 2, 4]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_head_spec(tmp_path, TARGET, "eagle3", dummy=True).taps == (1, 2, 4)
+    (tmp_path / "config.json").write_text(json.dumps({**config, TAPS: [1, 2, 3]}))
+    with pytest.raises(CheckpointError, match=r"\[1, 2, 3\].*\[1, 2, 4\]"):
+        read_head_spec(tmp_path, TARGET, "eagle3", dummy=True)
