@@ -1,0 +1,25 @@
+"""Who serves a tensor: a kernel or the torch reference."""
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels on a CPU, as its tests do."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and interpreted())
+
+
+def uses_kernels(tensor: Tensor) -> bool:
+    """Kernels compute in float32, so float64 is left to torch; integers are served."""
+    known = tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point
+    return known and has_kernels(tensor.device)

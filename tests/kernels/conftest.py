@@ -1,0 +1,23 @@
+"""Kernel tests run in two ways: compiled for a GPU that is not there, or interpreted on a CPU.
+
+Triton decides once, when it is imported, which of the two: interpreted tests run in a process of
+their own (test_interpreted.py starts it).
+"""
+
+import os
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        interpreted = item.get_closest_marker("interpreted") is not None
+        if interpreted and not INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="runs under TRITON_INTERPRET=1"))
+
+
+@pytest.fixture(autouse=True)
+def _needs_triton() -> None:
+    pytest.importorskip("triton")

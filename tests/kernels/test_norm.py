@@ -1,0 +1,60 @@
+"""RMSNorm and the gated activation against torch."""
+
+import pytest
+import torch
+
+from kernels.compiling import MAX_SHARED, compile_launches
+from stoop.ops import norm as reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (64, 100, 576, 4096)
+
+
+def tolerances(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES[:3])
+def test_norms_equal_torch(size: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import norm as kernels
+
+    torch.manual_seed(size)
+    x, residual = torch.randn(2, 5, size).to(dtype)
+    weight = torch.rand(size).to(dtype)
+    limits = tolerances(dtype)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **limits
+    )
+    ours = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    theirs = reference.add_rms_norm(x, residual, weight, 1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **limits)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul_equals_torch(dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import norm as kernels
+
+    gate_up = torch.randn(3, 2 * 300).to(dtype)
+    torch.testing.assert_close(
+        kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **tolerances(dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_norms_compile_for_an_h200(size: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import norm as kernels
+
+    x = torch.zeros(4, size, dtype=dtype)
+    with compile_launches() as found:
+        kernels.rms_norm(x, x[0], 1e-5)
+        kernels.add_rms_norm(x, x, x[0], 1e-5)
+        kernels.silu_and_mul(torch.zeros(4, 2 * size, dtype=dtype))
+    assert len(found) == 3
+    for compiled in found:
+        print(compiled)
+        assert compiled.shared <= MAX_SHARED and compiled.spilled == 0
