@@ -13,7 +13,7 @@ from torch import Tensor
 from stoop.batch.input_batch import InputBatch
 from stoop.graph.support import GraphSupport
 from stoop.ops.inputs import SlotTensors
-from stoop.ops.kv_store import store_kv
+from stoop.ops.rope import HeadNorms, Rotation, rotate_and_store
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,18 @@ class AttentionBackend(Protocol):
 class ForwardContext(Protocol):
     """What a model's layers need beside their inputs; passed down, never a global."""
 
-    def attend(self, layer: int, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store keys and values, and attend; shapes [tokens, heads, head_dim]."""
+    def attend(
+        self,
+        layer: int,
+        shape: AttentionShape,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Turn queries and keys, store keys and values, and attend.
+
+        qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]
+        """
         ...
 
 
@@ -88,7 +98,14 @@ class PagedContext:
     slot_mapping: Tensor  # [tokens] int64
     kv_caches: list[Tensor]  # one a layer
 
-    def attend(self, layer: int, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = self.kv_caches[layer]
-        store_kv(k, v, cache, self.slot_mapping)
+    def attend(
+        self,
+        layer: int,
+        shape: AttentionShape,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        cache, slots = self.kv_caches[layer], self.slot_mapping
+        q = rotate_and_store(qkv, shape.num_kv_heads, rotation, norms, cache, slots)
         return self.backend.forward(shape, q, cache, self.metadata)

@@ -233,7 +233,10 @@ class EngineOptions:
     )
     capture_sizes: str | Sequence[int] | None = field(
         default=None,
-        metadata={"help": "sizes of batches to capture graphs for, such as 1,2,4,8"},
+        metadata={
+            "help": "sizes to capture graphs for, such as 1,2,4,8: requests "
+            "of decode batches, tokens of others"
+        },
     )
     sanitize: bool = field(
         default=False,

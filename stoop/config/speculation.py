@@ -119,12 +119,11 @@ def _check(options: SpecOptions) -> None:
 def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:
     """Given one, the other follows it; by default 3 to 5 tokens must repeat."""
     low, high = options.prompt_lookup_min, options.prompt_lookup_max
-    if low is None:
-        low = min(3, high) if isinstance(high, int) else 3
-    if high is None:
-        high = max(5, low) if isinstance(low, int) else 5
-    _whole("prompt_lookup_min", low, 1, MAX_DRAFTS)
-    _whole("prompt_lookup_max", high, 1, MAX_DRAFTS)
+    for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+        if value is not None:
+            _whole(name, value, 1, MAX_DRAFTS)
+    low = min(3, high or 3) if low is None else low
+    high = max(5, low) if high is None else high
     if low > high:
         raise _refuse(f"has prompt_lookup_min={low} above prompt_lookup_max={high}: lower it")
     return low, high

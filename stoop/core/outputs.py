@@ -1,6 +1,6 @@
 """What a user gets back."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -31,16 +31,8 @@ class SpecCounts:
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
 
-    def minus(self, earlier: "SpecCounts") -> "SpecCounts":
-        """What was counted since."""
-        old = earlier.num_accepted_tokens_per_pos or [0] * len(self.num_accepted_tokens_per_pos)
-        new = self.num_accepted_tokens_per_pos
-        return SpecCounts(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            [b - a for a, b in zip(old, new, strict=True)],
-        )
+    def copy(self) -> "SpecCounts":
+        return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -104,9 +104,12 @@ class Engine:
         for request, row in self.scheduler.update(result):
             group, answer = self._answers[request.request_id]
             group.take_prompt_scores(answer, row)
+            num_tokens = request.num_tokens
             stop = answer.take(row)
             if stop is not None:
                 self._stop(request, stop)
+                # What came behind the stop string in the same run was not generated for anybody.
+                self.scheduler.stats.num_generated_tokens -= num_tokens - request.num_tokens
             changed[group.request_id] = group
         outputs = [self._output(group) for group in changed.values()]
         if not self.has_work:

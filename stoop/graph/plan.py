@@ -33,6 +33,11 @@ def plan_graphs(
     descriptors = []
     if decode >= RunMode.FULL:
         descriptors += _decode_descriptors(decode, limits)
+        if not descriptors:
+            log.warning(
+                "no graph for decode batches: capture_sizes has no number of requests up to %d",
+                min(limits.max_reqs, limits.max_tokens // limits.query_len),
+            )
     if mixed is not RunMode.NONE or decode is RunMode.PIECEWISE:
         descriptors += _mixed_descriptors(mixed if mixed is not RunMode.NONE else decode, limits)
     return descriptors

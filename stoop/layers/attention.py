@@ -9,7 +9,7 @@ from stoop.config.schema import ModelSpec
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import WeightSlot, prefixed
-from stoop.ops.rope import apply_rope
+from stoop.ops.rope import HeadNorms, Rotation
 
 
 class Attention(nn.Module):
@@ -39,17 +39,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         shape = self.shape
-        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        qkv = self.qkv_proj(x).view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
-        qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        qkv = self.qkv_proj(x).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((num_heads, num_kv_heads), dim=1)
-            q, k = apply_rope(self.q_norm(q), *rotary), apply_rope(self.k_norm(k), *rotary)
-        else:
-            q, k = apply_rope(qk, *rotary).split((num_heads, num_kv_heads), dim=1)
-        out = ctx.attend(self.layer, shape, q, k, v)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        out = ctx.attend(self.layer, shape, qkv, rotation, norms)
         return self.o_proj(out.reshape(-1, self.q_size))
 
     def weight_slots(self) -> Iterator[WeightSlot]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stoop.config.schema import RopeSpec
+from stoop.ops.rope import Rotation
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
@@ -73,7 +74,6 @@ class RotaryTable:
         table = torch.stack((angles.cos(), angles.sin())) * spec.attention_factor
         self.table = table.to(device=device, dtype=dtype)  # [2, num_positions, head_dim / 2]
 
-    def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [tokens, 1, head_dim / 2]."""
-        cos, sin = self.table.index_select(1, positions)[:, :, None]
-        return cos, sin
+    def at(self, positions: Tensor) -> Rotation:
+        """Of [tokens] positions."""
+        return Rotation(self.table, positions)

@@ -7,6 +7,7 @@ spells out all that differs between published heads. The head knows nothing of r
 """
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.weights import WeightSlot, prefixed
 from stoop.models.llama import MLP, DecoderLayer, LlamaModel
-
-Rotary = tuple[Tensor, Tensor]
+from stoop.ops.norm import join_norms
+from stoop.ops.rope import Rotation
 
 
 class Eagle1Layer(nn.Module):
@@ -34,9 +35,11 @@ class Eagle1Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.mlp = MLP(decoder)
 
-    def forward(self, joined: Tensor, rotary: Rotary, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, joined: Tensor, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """Returns (branch, residual), whose sum is the stream."""
-        attended = self.self_attn(joined, rotary, ctx)
+        attended = self.self_attn(joined, rotation, ctx)
         normed, residual = self.post_attention_layernorm.add(attended, joined)
         return self.mlp(normed), residual
 
@@ -63,13 +66,15 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(decoder)
 
     def forward(
-        self, embedded: Tensor, feature: Tensor, rotary: Rotary, ctx: ForwardContext
+        self, embedded: Tensor, feature: Tensor, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Returns (branch, residual), whose sum is the stream."""
-        normed = self.hidden_norm(feature)
-        stream = normed if self.norm_before_residual else feature
-        joined = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        attended = self.self_attn(joined, rotary, ctx)
+        weights = (self.input_layernorm.weight, self.hidden_norm.weight)
+        joined = join_norms((embedded, feature), weights, self.hidden_norm.eps)
+        stream = feature
+        if self.norm_before_residual:
+            stream = joined[:, embedded.shape[1] :].contiguous()
+        attended = self.self_attn(joined, rotation, ctx)
         normed, residual = self.post_attention_layernorm.add(attended, stream)
         return self.mlp(normed), residual
 
@@ -128,8 +133,10 @@ class EagleHead(nn.Module):
     def condense(self, streams: Sequence[Tensor]) -> Tensor:
         """The target's streams, each [tokens, target_hidden_size], into features of EAGLE-3."""
         if self.spec.fc_norms:
-            streams = [norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)]
-        joined = torch.cat(tuple(streams), dim=-1)
+            weights = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
+            joined = join_norms(streams, weights, self.spec.decoder.rms_norm_eps)
+        else:
+            joined = torch.cat(tuple(streams), dim=-1)
         if self.input_norm is not None:
             joined = self.input_norm(joined)
         return self.fc(joined)
@@ -143,15 +150,15 @@ class EagleHead(nn.Module):
         target's size; both returned are [tokens, hidden_size]
         """
         assert self.rotary is not None, "call attach() first"
-        rotary = self.rotary.lookup(positions)
+        rotation = self.rotary.at(positions)
         embedded = (self.embed_tokens or self.target.embed_tokens)(token_ids)
         if self.eagle3:
-            branch, residual = self.first(embedded, features, rotary, ctx)
+            branch, residual = self.first(embedded, features, rotation, ctx)
         else:
             joined = self.fc(torch.cat((embedded, features), dim=-1))
-            branch, residual = self.first(joined, rotary, ctx)
+            branch, residual = self.first(joined, rotation, ctx)
         for layer in self.rest:
-            branch, residual = layer(branch, residual, rotary, ctx)
+            branch, residual = layer(branch, residual, rotation, ctx)
         if self.norm is None:
             stream = residual + branch
             return stream, stream

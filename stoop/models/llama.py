@@ -18,6 +18,7 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.weights import WeightSlot, prefixed
 from stoop.ops.norm import silu_and_mul
+from stoop.ops.rope import Rotation
 
 
 class MLP(nn.Module):
@@ -51,7 +52,7 @@ class DecoderLayer(nn.Module):
         self,
         branch: Tensor,
         residual: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
+        rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
         """Takes and returns (branch, residual): the stream is their sum, added by the next norm."""
@@ -59,7 +60,7 @@ class DecoderLayer(nn.Module):
             normed, residual = self.input_layernorm(branch), branch
         else:
             normed, residual = self.input_layernorm.add(branch, residual)
-        attended = self.self_attn(normed, rotary, ctx)
+        attended = self.self_attn(normed, rotation, ctx)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed), residual
 
@@ -111,14 +112,14 @@ class LlamaModel(nn.Module):
         number of layers, as it leaves the last one.
         """
         assert self.rotary is not None, "call prepare() first"
-        rotary = self.rotary.lookup(positions)
+        rotation = self.rotary.at(positions)
         branch: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         streams: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
                 streams[index] = branch if residual is None else residual + branch
-            branch, residual = layer(branch, residual, rotary, ctx)
+            branch, residual = layer(branch, residual, rotation, ctx)
         assert residual is not None
         hidden, streams[len(self.layers)] = self.norm.add(branch, residual)
         return hidden, [streams[tap] for tap in taps]

@@ -275,7 +275,8 @@ class Scheduler:
             seq_len=min(past, self.config.max_model_len),
             num_reserved=self._num_reserved(past),
             samples=past >= request.num_tokens,
-            decodes=self._decodes(request),
+            # One admitted with a single token left has no places for drafts.
+            decodes=self._decodes(request) and num_tokens == self.config.query_len,
             rules=request.rules,
             num_prompt_tokens=request.num_prompt_tokens,
         )

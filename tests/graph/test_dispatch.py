@@ -429,16 +429,40 @@ class FakeBackend:
         raise NotImplementedError
 
 
+class FakeWatch:
+    """Notes what the manager tells the sanitizer, among the backend's events."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def learn(self, key: Any, function: Callable[[], object]) -> None:
+        self.events.append(("learn", key))
+        function()
+
+    def check_reads(self, key: Any, reader: str) -> None:
+        self.events.append(("check", key, reader))
+
+    def begin_draft_decode(self) -> None:
+        raise NotImplementedError
+
+
+class DraftManager(CudaGraphManager):
+    name = "draft decode"
+
+
 def capture_all(
-    descriptors: list[BatchExecutionDescriptor], **options: Any
+    descriptors: list[BatchExecutionDescriptor],
+    make: type[CudaGraphManager] = CudaGraphManager,
+    watched: bool = False,
+    **options: Any,
 ) -> tuple[CudaGraphManager, FakeBackend, dict[BatchExecutionDescriptor, CapturedAttentionState]]:
     backend = FakeBackend()
-    manager = CudaGraphManager(backend, descriptors)
+    manager = make(backend, descriptors, FakeWatch(backend.events) if watched else None)
 
     def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
         assert not manager.capturing
         slots = torch.zeros(descriptor.num_tokens, dtype=torch.int64)
-        state = CapturedAttentionState(SimpleNamespace(), slots)
+        state = CapturedAttentionState(SimpleNamespace(), slots, batch=SimpleNamespace())
         backend.events.append(("prepare", descriptor, state))
         return state
 
@@ -511,6 +535,55 @@ def test_replay_is_by_descriptor_with_its_context() -> None:
         manager.replay(BatchExecutionDescriptor(P, 999))
 
 
+def test_what_a_graph_reads_is_learnt_once_from_its_capture() -> None:
+    """Of pieces from the warm-up: the attention between them runs outside their capture."""
+    _, backend, states = capture_all(ALL, watched=True)
+    learnt = [event[1] for event in backend.events if event[0] == "learn"]
+    assert learnt == [("", descriptor) for descriptor in states]
+    for place, event in enumerate(backend.events):
+        if event[0] == "learn":
+            run = backend.events[place + 1]
+            _, descriptor = event[1]
+            assert run[:2] == ("run", descriptor)
+            assert run[3] == (descriptor.mode is not P), "learnt from the wrong run"
+
+
+def test_a_watched_replay_is_checked_first_under_its_phases_name() -> None:
+    for make, part, label in (
+        (CudaGraphManager, "", ""),
+        (DraftManager, "", "draft decode, "),
+        (DraftManager, " 2", "draft decode 2, "),
+    ):
+        manager, backend, states = capture_all(ALL, make, watched=True)
+        backend.events.clear()
+        descriptor = next(iter(states))
+        manager.replay(descriptor, "context", part=part)
+        assert backend.events == [
+            ("check", (manager.name, descriptor), f"{label}{descriptor}"),
+            ("replay", 1, "context"),
+        ]
+
+
+def test_a_refused_replay_does_not_run() -> None:
+    manager, backend, states = capture_all(ALL, watched=True)
+
+    def refuse(key: Any, reader: str) -> None:
+        raise ValueError("stale")
+
+    manager.watch.check_reads = refuse  # type: ignore[union-attr, method-assign]
+    backend.events.clear()
+    with pytest.raises(ValueError, match="stale"):
+        manager.replay(next(iter(states)))
+    assert backend.events == []
+
+
+def test_manager_holds_what_it_captured() -> None:
+    manager, _, states = capture_all(ALL)
+    assert all(manager.holds(replace(descriptor)) for descriptor in states)
+    assert not manager.holds(BatchExecutionDescriptor(P, 999))
+    assert not CudaGraphManager(FakeBackend(), ALL).holds(ALL[0])
+
+
 def test_manager_dispatches_to_what_it_captured() -> None:
     manager, _, states = capture_all(ALL)
     assert manager.dispatch(BatchShape(3, 3, True, GREEDY)) in states
@@ -522,6 +595,10 @@ def test_progress_is_reported() -> None:
     reports: list[tuple[str, int, int | None]] = []
     capture_all(ALL, report=lambda *report: reports.append(report))
     assert [report[1:] for report in reports] == [(n, 7) for n in range(1, 8)]
+    assert {report[0] for report in reports} == {"capturing graphs"}
+    reports.clear()
+    capture_all(ALL, DraftManager, report=lambda *report: reports.append(report))
+    assert {report[0] for report in reports} == {"capturing draft decode graphs"}
 
 
 def test_nothing_to_capture() -> None:
@@ -538,7 +615,7 @@ def test_manager_is_not_capturing_after_an_error() -> None:
             raise ValueError("in capture")
 
     def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
-        return CapturedAttentionState(None, torch.zeros(1, dtype=torch.int64))
+        return CapturedAttentionState(None, torch.zeros(1, dtype=torch.int64), batch=None)
 
     with pytest.raises(ValueError, match="in capture"):
         manager.capture(prepare, run)
@@ -551,10 +628,10 @@ def test_lazily_planned_metadata_is_planned_in_the_graph(shared: bool) -> None:
     lengths, out = torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.int64)
     slots = torch.zeros(3, dtype=torch.int64)
     plan = torch.zeros(3, dtype=torch.int64)  # persistent: nothing may escape a capture
-    warm = CapturedAttentionState({}, slots)
+    warm = CapturedAttentionState({}, slots, batch=None)
 
     def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
-        return warm if shared else CapturedAttentionState({}, slots)
+        return warm if shared else CapturedAttentionState({}, slots, batch=None)
 
     def run(descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
         if "plan" not in state.metadata:

@@ -15,7 +15,6 @@ import torch
 from fakes import CheckpointStore
 
 from graph.workload import Answers, make_llm, run
-from stoop.attention import base as attention_base
 from stoop.attention import reference
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.batch.input_batch import InputBatch, InputBuffers
@@ -25,6 +24,7 @@ from stoop.graph.dispatch import BatchShape, Dispatcher
 from stoop.graph.manager import CudaGraphManager
 from stoop.graph.sanitizer import SanitizerError
 from stoop.ops import inputs as input_ops
+from stoop.ops import rope
 from stoop.worker.graphs import StepGraphs
 from stoop.worker.runner import ModelRunner
 
@@ -52,7 +52,7 @@ def share_warm_up_state(patch: Patch) -> None:
         states = {}
         for descriptor in sorted(self.descriptors, key=lambda d: -d.num_tokens):
             states[descriptor] = prepare(descriptor)
-            run(descriptor, states[descriptor])
+            self._run_watched(run, descriptor, states[descriptor])
             self._programs[descriptor] = self._capture_one(run, descriptor, states[descriptor])
         return states
 
@@ -135,10 +135,11 @@ def bake_the_plan(patch: Patch) -> None:
 
 
 def _python_plan(*args: Any) -> None:
-    _, seq_lens, block_rows, _, dtype, window, handle = args
+    _, context_lens, seq_lens, block_rows, _, dtype, window, handle = args
     owner = reference._BACKENDS[handle]
-    lengths = reference.Lengths(np.array([1]), np.array([1]))
-    planner = reference._Planner(lengths, seq_lens, block_rows, owner.block_size, window)
+    lengths = reference.Lengths(np.array([1]), np.array([0]), np.array([1]))
+    rows = reference.RowState(context_lens, seq_lens, block_rows)
+    planner = reference._Planner(lengths, rows, owner.block_size, window)
     owner.plans[window] = planner.tiles(dtype)
 
 
@@ -174,7 +175,7 @@ def store_dead_tokens(patch: Patch) -> None:
         for part, fresh in zip(cache.flatten(1, 2), (k, v), strict=True):
             part.index_copy_(0, slot_mapping.clamp(min=0), fresh)
 
-    patch.setattr(attention_base, "store_kv", store)
+    patch.setattr(rope, "store_kv", store)
 
 
 _registered: dict[str, Any] = {}
@@ -220,8 +221,10 @@ def bake_the_length_of_history(patch: Patch) -> None:
     """The captured sampler sees as much history as the batch of the capture had: none."""
     verify = ModelRunner.verify
 
-    def baked(self: ModelRunner, batch: InputBatch, needs: Any, max_seq_len: int) -> None:
-        verify(self, batch, needs, 1 if not batch.plan_rows else max_seq_len)
+    def baked(
+        self: ModelRunner, batch: InputBatch, needs: Any, max_seq_len: int, width: int
+    ) -> None:
+        verify(self, batch, needs, 1 if not batch.plan_rows else max_seq_len, width)
 
     patch.setattr(ModelRunner, "verify", baked)
 
@@ -267,13 +270,8 @@ MUTANTS = [
         "seq_lens",
         by_equality=False,
     ),
-    Mutant(
-        "rows unpadded",
-        leave_idx_mapping_unpadded,
-        "step",
-        buffer="idx_mapping",
-        by_equality=False,  # such a row has no query tokens
-    ),
+    # Such a row has no query tokens, but sets back the counters of the slot that it names.
+    Mutant("rows unpadded", leave_idx_mapping_unpadded, "step", buffer="idx_mapping"),
     Mutant("max_model_len at run time", pass_max_model_len, "full", "hostplan", by_equality=False),
     Mutant("a plan made by the host", bake_the_plan, "full"),  # its tensors escape the capture
     Mutant("a buffer that moved", reallocate_a_buffer, "full", buffer="slot_mapping"),

@@ -35,6 +35,22 @@ def test_norms_equal_torch(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_joined_norms_equal_torch(dtype: torch.dtype) -> None:
+    """Also of parts that are views with rows apart."""
+    from stoop.ops.kernels import norm as kernels
+
+    taps = torch.randn(5, 3, 100).to(dtype)
+    weights = list(torch.rand(3, 100).to(dtype))
+    parts = taps.unbind(dim=1)
+    torch.testing.assert_close(
+        kernels.join_norms(parts, weights, 1e-5),
+        reference.join_norms(parts, weights, 1e-5),
+        **tolerances(dtype),
+    )
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul_equals_torch(dtype: torch.dtype) -> None:
     from stoop.ops.kernels import norm as kernels
 

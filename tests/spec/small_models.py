@@ -1,4 +1,4 @@
-"""Tiny targets and heads on disk, small enough to enumerate all that they may say.
+"""Tiny targets and heads on disk, small enough to enumerate all that they may say; what runs them.
 
 A target says mostly what its newest token suggests, and a little what came before. A head that
 looks the newest token up in the target's output matrix is therefore mostly right; noise on its
@@ -6,12 +6,16 @@ every tensor makes it as wrong as one likes.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from stoop import LLM
+from stoop.graph.descriptor import RunMode
 
 HIDDEN, HEADS, MLP = 16, 2, 24
 MAX_POSITION = 128
@@ -79,6 +83,20 @@ def write_head(
     }
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids)}
     return _write(folder, tensors, config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+
+
+def count_replays(llm: LLM) -> Counter[RunMode]:
+    """Of the target's graphs from now on: a test in a graph mode should not run eagerly."""
+    found: Counter[RunMode] = Counter()
+    graphs = llm.engine.runner.graphs
+    replay = graphs.replay
+
+    def counted(descriptor: Any, context: Any = None) -> None:
+        found[descriptor.mode] += 1
+        replay(descriptor, context)
+
+    graphs.replay = counted  # type: ignore[method-assign]
+    return found
 
 
 class _Draw:

@@ -8,7 +8,7 @@ back once, to see that this check would notice.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from scipy import stats
 
 from spec.reference_drafter import TargetReference
-from spec.small_models import write_head, write_target
+from spec.small_models import count_replays, write_head, write_target
 from stoop import LLM, SamplingParams
+from stoop.graph.descriptor import RunMode
 from stoop.models.hf_config import read_model_spec
 from stoop.ops import drafting, random, verification
 from stoop.ops.random import Purpose
@@ -32,7 +33,7 @@ VOCAB = 6
 PROMPT = (1, 4, 2)
 LENGTH = 5  # tokens of an answer
 SIGNIFICANCE = 1e-4
-NUM_SEQS = 1024
+NUM_SEQS = 512
 CELL = 8.0  # answers that a cell of the test expects at least
 
 Patch = pytest.MonkeyPatch
@@ -47,7 +48,7 @@ class Setting:
     drafts: str = "probabilistic"
     num_drafts: int = 3
     graph_mode: str = "none"
-    num_kv_blocks: int = 2 * NUM_SEQS + 2  # of 4 tokens; an answer with its prompt has 8
+    num_kv_blocks: int = 4 * NUM_SEQS  # of 4 tokens: enough for all
 
 
 # ---- models ----
@@ -82,7 +83,7 @@ class Models:
             options["num_kv_blocks"] = setting.num_kv_blocks
             if setting.graph_mode != "none":
                 options["graph_mode"] = setting.graph_mode
-                options["capture_sizes"] = [NUM_SEQS * (setting.num_drafts + 1)]
+                options["capture_sizes"] = [NUM_SEQS]
         return LLM(
             str(self.target),
             dtype="float64",
@@ -130,23 +131,37 @@ def next_probs(logits: np.ndarray, output: tuple[int, ...], params: SamplingPara
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
     return Models(tmp_path_factory.mktemp("distribution"))
 
 
 # ---- the check ----
 
 
-def answers(llm: LLM, params: SamplingParams, count: int, first_seed: int = 0) -> np.ndarray:
-    """[count, LENGTH] tokens"""
-    each = 128
-    asked = [
-        params.replace(seed=first_seed + i, n=each, max_tokens=LENGTH, detokenize=False)
-        for i in range(-(-count // each))
-    ]
-    outputs = llm.generate([list(PROMPT)] * len(asked), asked, use_tqdm=False)
-    found = [answer.token_ids for output in outputs for answer in output.outputs]
-    return np.array(found[:count])
+def answers(
+    llm: LLM,
+    params: SamplingParams,
+    count: int,
+    first_seed: int = 0,
+    wishes: Sequence[int | None] = (None,),
+) -> np.ndarray:
+    """[count, LENGTH] tokens; count is a multiple of 128.
+
+    wishes: drafts a step that requests ask for, in turn
+    """
+    each, found = 128, []
+    for start in range(0, count, NUM_SEQS):  # all decode together, so that graphs serve them
+        asked = [
+            params.replace(
+                seed=first_seed + i,
+                n=each,
+                max_tokens=LENGTH,
+                num_speculative_tokens=wishes[i % len(wishes)],
+            )
+            for i in range(start // each, min(start + NUM_SEQS, count) // each)
+        ]
+        outputs = llm.generate([list(PROMPT)] * len(asked), asked, use_tqdm=False)
+        found += [answer.token_ids for output in outputs for answer in output.outputs]
+    return np.array(found)
 
 
 def p_value(found: np.ndarray, probs: Probs) -> float:
@@ -157,7 +172,8 @@ def p_value(found: np.ndarray, probs: Probs) -> float:
         return 0.0
     places = range(LENGTH)
     groups = [tuple(places), *itertools.pairwise(places), *((place,) for place in places)]
-    return min(len(groups) * _chi_squared(found, probs, group) for group in groups)
+    least = min(_chi_squared(found, probs, group) for group in groups)
+    return min(1.0, len(groups) * least)
 
 
 def _chi_squared(found: np.ndarray, probs: Probs, group: tuple[int, ...]) -> float:
@@ -211,6 +227,12 @@ LIKELIEST = [
 ]
 
 
+def describe(value: Setting | SamplingParams) -> str:
+    if isinstance(value, Setting):
+        return f"{value.method} {value.num_drafts} {value.graph_mode}"
+    return f"{value.temperature} {value.top_p} {value.presence_penalty}"
+
+
 def check_drafts_counted(llm: LLM, count: int) -> None:
     """Runs of them were accepted, and many were not: no test of an idle verifier."""
     metrics = llm.metrics()
@@ -219,30 +241,40 @@ def check_drafts_counted(llm: LLM, count: int) -> None:
     assert 0.1 < accepted / drafted < 0.9
 
 
-@pytest.mark.parametrize(("setting", "params"), DRAWN)
+@pytest.mark.parametrize(("setting", "params"), DRAWN, ids=describe)
 def test_answers_with_drawn_drafts(models: Models, setting: Setting, params: Any) -> None:
     llm = models.llm(setting)
-    found = answers(llm, params, 2048)
+    replays = count_replays(llm)
+    found = answers(llm, params, 2048 if setting.graph_mode == "none" else 1024)
     assert p_value(found, models.probs(params)) > SIGNIFICANCE
     check_drafts_counted(llm, len(found))
+    assert (replays[RunMode.STEP] > 4) == (setting.graph_mode == "step")
 
 
-@pytest.mark.parametrize(("setting", "params"), LIKELIEST)
+@pytest.mark.parametrize(("setting", "params"), LIKELIEST, ids=describe)
 def test_answers_with_likeliest_drafts(models: Models, setting: Setting, params: Any) -> None:
     """These are those of plain decoding besides, seed for seed."""
     llm = models.llm(setting)
-    found = answers(llm, params, 1536)
+    replays = count_replays(llm)
+    found = answers(llm, params, 1024)
     assert p_value(found, models.probs(params)) > SIGNIFICANCE
     check_drafts_counted(llm, len(found))
-    assert np.array_equal(found, answers(models.llm(None), params, 1536))
+    assert (replays[RunMode.STEP] > 4) == (setting.graph_mode == "step")
+    assert np.array_equal(found, answers(models.llm(None), params, 1024))
 
 
 def test_answers_with_drawn_drafts_and_preemption(models: Models) -> None:
     """A draft that was drawn but never judged leaves no trace."""
-    llm = models.llm(Setting("eagle3", num_kv_blocks=1500))
+    llm = models.llm(Setting("eagle3", num_kv_blocks=750))
     found = answers(llm, PLAIN, 2048)
     assert llm.metrics()["num_preemptions"] > 100
     assert p_value(found, models.probs(PLAIN)) > SIGNIFICANCE
+
+
+def test_answers_of_requests_with_fewer_drafts(models: Models) -> None:
+    params = options(0.7, **TOP_P)
+    found = answers(models.llm(Setting("eagle")), params, 2048, wishes=(1, 3, 0, 2))
+    assert p_value(found, models.probs(params)) > SIGNIFICANCE
 
 
 # ---- bugs, put back one at a time ----

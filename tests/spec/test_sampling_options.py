@@ -2,8 +2,8 @@
 
 Drafts here are the likeliest tokens of a head, or looked up, so that seeded answers must be those
 of plain decoding to the token, with the same scores and the same end. Targets that walk in circles
-of four tokens, or repeat one, have heads that are right as long as they do, so that options act
-inside of accepted runs; another target is random.
+of four tokens, or into loops of one, have heads that are right as long as they do, so that options
+act inside of accepted runs; another target is random.
 """
 
 import json
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from spec import small_models
 from stoop import LLM, SamplingParams
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput
+from stoop.graph.descriptor import RunMode
 from stoop.models import toy
 from stoop.sampling.sampler import Positions, Sampler
 
@@ -76,7 +77,11 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "random-ngram": ("random", {"method": "ngram", "num_speculative_tokens": 1}),
 }
 RIGHT = ("circles-eagle3-right", "circles-eagle", "loops-eagle")
-ALONE = (*RIGHT, "circles-ngram")  # the others run all options at once
+ALONE = (
+    "circles-eagle3-right",
+    "circles-eagle",
+    "circles-ngram",
+)  # the others run all options at once
 
 
 class Engines:
@@ -94,7 +99,7 @@ class Engines:
             toy.write_head(root / "half", "eagle3", knows=known)
             toy.write_head(root / "wrong", "eagle3", knows=frozenset({7}))
             toy.write_head(root / "right1", "eagle")
-            patch.setattr(toy, "STRIDE", 0)
+            patch.setattr(toy, "successor", lambda token: token | VOCAB // 2)
             write_blurred(root / "loops")
         small_models.write_target(root / "random", VOCAB, seed=1, sureness=2.0)
         for name, method, noise in (("random3", "eagle3", 0.1), ("random1", "eagle", 0.15)):
@@ -158,7 +163,6 @@ def seeded(params: SamplingParams, number: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    torch.set_num_threads(1)
     return Engines(tmp_path_factory.mktemp("options"))
 
 
@@ -327,18 +331,27 @@ def check_num_drafts(output: RequestOutput, limit: int | None) -> None:
             assert not any(answer.spec.num_accepted_tokens_per_pos[limit:])
 
 
-STEP_GRAPHS: dict[str, Any] = {"graph_mode": "step", "capture_sizes": "120"}
-IN_GRAPHS = ("circles-eagle3-half", "circles-ngram", "random-eagle")
+STEP_GRAPHS: dict[str, Any] = {"graph_mode": "step", "capture_sizes": "8,24"}
+IN_GRAPHS = ("circles-eagle3-half", "random-ngram")
+
+
+def name_of(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else value.get("graph_mode", "eager")
 
 
 @pytest.mark.parametrize(
-    ("drafter", "graphs"), [(d, {}) for d in DRAFTERS] + [(d, STEP_GRAPHS) for d in IN_GRAPHS]
+    ("drafter", "graphs"),
+    [(d, {}) for d in DRAFTERS] + [(d, STEP_GRAPHS) for d in IN_GRAPHS],
+    ids=name_of,
 )
 def test_all_options_in_one_batch(engines: Engines, drafter: str, graphs: dict[str, Any]) -> None:
     """Side by side, each request with as many drafts a step as it likes."""
     target, config = DRAFTERS[drafter]
     wishes = [None, *range(config["num_speculative_tokens"] + 1)]
-    found = run_together(engines.speculating(drafter, **graphs), list(OPTIONS), wishes)
+    llm = engines.speculating(drafter, **graphs)
+    replays = small_models.count_replays(llm)
+    found = run_together(llm, list(OPTIONS), wishes)
+    assert (replays[RunMode.STEP] > 20) == bool(graphs)
     wanted = [o for params in OPTIONS.values() for o in engines.plain_answers(target, params)]
     check_same(found, wanted)
 
@@ -406,13 +419,17 @@ def test_forgotten_drafts_are_noticed(
 # ---- drawn drafts, greedy requests ----
 
 
-@pytest.mark.parametrize("graphs", [{}, STEP_GRAPHS], ids=["eager", "step"])
-@pytest.mark.parametrize("drafter", ["circles-eagle3-half", "random-eagle"])
+@pytest.mark.parametrize(
+    ("drafter", "graphs"),
+    [("circles-eagle3-half", STEP_GRAPHS), ("circles-eagle3-half", {}), ("random-eagle", {})],
+    ids=name_of,
+)
 def test_drawn_drafts_do_not_change_greedy_answers(
     engines: Engines, drafter: str, graphs: dict[str, Any]
 ) -> None:
     """Among themselves, and beside requests that draw."""
     llm = engines.speculating(drafter, draft_sample_method="probabilistic", **graphs)
+    replays = small_models.count_replays(llm)
     greedy = [name for name, params in OPTIONS.items() if params.greedy]
     target = DRAFTERS[drafter][0]
     wanted = [o for name in greedy for o in engines.plain_answers(target, OPTIONS[name])]
@@ -424,6 +441,7 @@ def test_drawn_drafts_do_not_change_greedy_answers(
     )
     pairs = [mixed[i : i + count] for i in range(0, len(mixed), 2 * count)]
     check_same([output for pair in pairs for output in pair], wanted)
+    assert (replays[RunMode.STEP] > 20) == bool(graphs)
 
 
 def test_drawn_drafts_are_seeded(engines: Engines) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.config.schema import CacheConfig, ModelSpec, RopeSpec, ScheduleConfig
 from stoop.core.request import Request, TokenRules
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import RowResult, StepPlan, StepResult
@@ -22,9 +22,16 @@ def make_rules(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
+    num_drafts: int = 0,
 ) -> TokenRules:
-    words = tuple(tuple(word) for word in bad_words)
-    return TokenRules(params, seed, max_tokens, frozenset(stop_ids), words)
+    return TokenRules(
+        params,
+        seed,
+        max_tokens,
+        num_drafts=num_drafts,
+        stop_ids=frozenset(stop_ids),
+        bad_words=tuple(tuple(word) for word in bad_words),
+    )
 
 
 def make_request(
@@ -41,8 +48,17 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     chunked: bool = True,
     prefix_caching: bool = True,
+    num_drafts: int = 0,
+    drafter_has_kv: bool = False,
 ) -> Scheduler:
-    config = ScheduleConfig(max_model_len, max_num_seqs, max_num_batched_tokens, chunked)
+    config = ScheduleConfig(
+        max_model_len,
+        max_num_seqs,
+        max_num_batched_tokens,
+        chunked,
+        num_drafts=num_drafts,
+        drafter_has_kv=drafter_has_kv,
+    )
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching)
     return Scheduler(config, cache, num_blocks)
 
@@ -69,6 +85,25 @@ def rows_of(plan: StepPlan) -> dict[str, tuple[int, int]]:
 
 
 # ---- a tiny model and the engine around it ----
+
+
+def tiny_spec() -> ModelSpec:
+    """A model that exists as numbers only."""
+    return ModelSpec(
+        architecture="llama",
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        max_position=512,
+        rope=RopeSpec(theta=10000.0),
+        dtype="float32",
+    )
+
 
 VOCAB = 128
 TINY = {

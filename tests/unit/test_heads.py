@@ -23,6 +23,8 @@ from stoop.models.head_config import canonical_names, read_head_spec
 from stoop.models.head_loader import load_head
 from stoop.models.llama import LlamaModel
 from stoop.models.loader import build, fill_dummy
+from stoop.ops.rope import HeadNorms, Rotation
+from stoop.ops.rope import rotate as turn_heads
 
 VOCAB, DRAFT, SIZE, MLP, HEADS, KV, DIM, EPS = 40, 24, 32, 48, 4, 2, 8, 1e-5
 THETA = 5000.0
@@ -379,9 +381,16 @@ class CausalContext:
     def __init__(self) -> None:
         self.layers: list[int] = []
 
-    def attend(self, layer: int, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        shape: AttentionShape,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+    ) -> Tensor:
         self.layers.append(layer)
-        return attend(q, k, v)
+        return attend(*turn_heads(qkv, shape.num_kv_heads, rotation, norms))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -402,7 +411,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Plain:
-    """A head computed as section C of the notes on peers describes it, tensor by tensor."""
+    """A head written out tensor by tensor."""
 
     def __init__(self, tensors: Tensors, spec: HeadSpec, target: LlamaModel) -> None:
         self.w = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}

@@ -1,88 +1,34 @@
 """Phases I and U and the KV store against slow twins, over whole padded extents."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 import torch
-from helpers import make_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slot_state import (
+    BLOCK,
+    CPU,
+    MAX_BLOCKS,
+    MAX_LEN,
+    MAX_TOKENS,
+    NUM_DRAFTS,
+    SLOTS,
+    Row,
+    Snapshot,
+    planned,
+    poisoned_buffers,
+    random_rows,
+    random_state,
+)
 
 from stoop.batch.input_batch import InputBuffers
-from stoop.batch.request_state import RequestState
-from stoop.core.step import PlannedRow
-from stoop.ops.inputs import SlotTensors, commit_tokens
+from stoop.ops.inputs import PADDING, TOKEN_BUFFERS, SlotTensors, StepTensors, commit_tokens
 from stoop.ops.kv_store import store_kv
 
-CPU = torch.device("cpu")
-SLOTS, MAX_LEN, BLOCK, MAX_TOKENS = 5, 21, 4, 30
-MAX_BLOCKS = -(-MAX_LEN // BLOCK)
-SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
-
-
-@dataclass
-class Row:
-    slot: int
-    num_computed: int
-    num_tokens: int  # of this step
-    num_known: int
-
-
-def planned(rows: list[Row]) -> list[PlannedRow]:
-    rules = make_rules()
-    return [
-        PlannedRow(
-            f"r{row.slot}",
-            0,
-            row.slot,
-            row.num_tokens,
-            row.num_computed,
-            row.num_computed + row.num_tokens == row.num_known,
-            rules,
-            1,
-        )
-        for row in rows
-    ]
-
-
-def random_rows(rng: random.Random) -> list[Row]:
-    rows, budget = [], MAX_TOKENS
-    for slot in rng.sample(range(SLOTS), rng.randint(1, SLOTS)):
-        known = rng.randint(1, MAX_LEN - 1)
-        computed = rng.randint(0, known - 1)
-        count = rng.choice((1, known - computed, rng.randint(1, known - computed)))
-        count = min(count, budget)
-        if count:
-            rows.append(Row(slot, computed, count, known))
-            budget -= count
-    return rows
-
-
-def random_state(rng: random.Random, rows: list[Row]) -> RequestState:
-    """Every slot full of what former holders may have left; live slots as the rows say."""
-    state = RequestState(SLOTS, MAX_LEN, BLOCK, CPU)
-    slots = state.tensors
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    slots.token_ids.random_(1, 1000, generator=generator)
-    slots.block_table.random_(1, 1000, generator=generator)
-    slots.num_tokens.random_(0, MAX_LEN, generator=generator)
-    slots.num_computed.random_(0, MAX_LEN, generator=generator)
-    slots.num_tokens[-1] = slots.num_computed[-1] = 0
-    for row in rows:
-        slots.num_tokens[row.slot] = row.num_known
-        slots.num_computed[row.slot] = row.num_computed
-    return state
-
-
-def poisoned_buffers() -> InputBuffers:
-    """Buffers as a larger step with wild values would leave them."""
-    buffers = InputBuffers(SLOTS, MAX_TOKENS, MAX_BLOCKS, CPU)
-    for group in (buffers.rows, buffers.step):
-        for field in fields(group):
-            getattr(group, field.name).fill_(True if field.name == "samples" else 77)
-    return buffers
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def expected_step(slots: SlotTensors, rows: list[Row]) -> dict[str, list]:
@@ -91,31 +37,41 @@ def expected_step(slots: SlotTensors, rows: list[Row]) -> dict[str, list]:
         "input_ids": [0] * MAX_TOKENS,
         "positions": [0] * MAX_TOKENS,
         "slot_mapping": [-1] * MAX_TOKENS,
+        "context_lens": [0] * SLOTS,
         "seq_lens": [0] * SLOTS,
         "block_rows": [[0] * MAX_BLOCKS for _ in range(SLOTS)],
         "last_token_indices": [0] * SLOTS,
-        "samples": [False] * SLOTS,
+        "samples": [0] * SLOTS,
+        "row_drafts": [0] * SLOTS,
         "row_slots": [slots.sink] * SLOTS,
     }
     token = 0
     for index, row in enumerate(rows):
         table = slots.block_table[row.slot].tolist()
-        for position in range(row.num_computed, row.num_computed + row.num_tokens):
-            out["input_ids"][token] = int(slots.token_ids[row.slot, position])
-            out["positions"][token] = position
-            out["slot_mapping"][token] = table[position // BLOCK] * BLOCK + position % BLOCK
-            token += 1
-        out["seq_lens"][index] = row.num_computed + row.num_tokens
-        out["block_rows"][index] = table
-        out["last_token_indices"][index] = token - 1
+        end = row.num_known + row.num_drafts
         out["row_slots"][index] = row.slot
-        out["samples"][index] = row.num_computed + row.num_tokens == row.num_known
+        out["block_rows"][index] = table
+        out["context_lens"][index] = out["seq_lens"][index] = row.num_computed
+        for position in range(row.num_computed, row.num_computed + row.num_tokens):
+            if position < end:  # else dead, and as padding
+                out["input_ids"][token] = int(slots.token_ids[row.slot, position])
+                out["positions"][token] = position
+                out["slot_mapping"][token] = table[position // BLOCK] * BLOCK + position % BLOCK
+                out["seq_lens"][index] = position + 1
+                if position < row.num_known:
+                    out["last_token_indices"][index] = token
+                    out["samples"][index] = int(position == row.num_known - 1)
+                else:
+                    out["row_drafts"][index] += 1
+            token += 1
     return out
 
 
 def check_extents(buffers: InputBuffers, slots: SlotTensors, rows: list[Row]) -> None:
-    for name, expected in expected_step(slots, rows).items():
-        assert getattr(buffers.step, name).tolist() == expected, name
+    expected = expected_step(slots, rows)
+    assert set(expected) == {f.name for f in fields(buffers.step)}
+    for name, values in expected.items():
+        assert getattr(buffers.step, name).tolist() == values, name
     padding = SLOTS - len(rows)
     assert buffers.rows.idx_mapping.tolist() == [r.slot for r in rows] + [-1] * padding
     starts = buffers.rows.query_start_loc.tolist()
@@ -131,26 +87,82 @@ def test_inputs_equal_the_slow_twin_over_poisoned_buffers(seed: int) -> None:
     rng = random.Random(seed)
     rows = random_rows(rng)
     state, buffers = random_state(rng, rows), poisoned_buffers()
-    before = {f.name: getattr(state.tensors, f.name).clone() for f in fields(state.tensors)}
+    before = Snapshot.of(state.tensors)
+    sink = state.tensors.token_ids[-1].clone()
     batch = buffers.load_rows(planned(rows))
-    buffers.fill(state, BLOCK)
+    buffers.fill(state.tensors, BLOCK)
     check_extents(buffers, state.tensors, rows)
-    for name, value in before.items():  # phase I only reads slot state
-        assert torch.equal(getattr(state.tensors, name), value), name
-    assert batch.num_reqs == len(rows)
-    assert batch.num_tokens == sum(r.num_tokens for r in rows)
-    assert batch.max_seq_len == max(r.num_computed + r.num_tokens for r in rows)
+    before.check(state.tensors)  # phase I only reads slot state
+    assert torch.equal(state.tensors.token_ids[-1], sink)
+    assert batch.num_reqs == batch.num_reqs_padded == len(rows)
+    assert batch.num_tokens == batch.num_tokens_padded == sum(r.num_tokens for r in rows)
+    # Bounds of the host, which counts dead tokens up to the model's limit.
+    bounds = [min(r.num_computed + r.num_tokens, MAX_LEN) for r in rows]
+    assert batch.seq_lens_cpu_upper_bound.tolist() == bounds
+    assert batch.max_seq_len == max(bounds)
+    assert all(bound >= r.seq_len for bound, r in zip(bounds, rows, strict=True))
+    assert batch.decodes == any(r.num_known - r.num_computed == 1 for r in rows)
+
+
+def test_random_rows_reach_every_kind() -> None:
+    """What the twins are held against: dead tokens, drafts cut off, chunks, the last position."""
+    rows = [row for seed in range(200) for row in random_rows(random.Random(seed))]
+    assert sum(r.num_tokens > r.num_live for r in rows) > 50
+    assert sum(r.num_verified == NUM_DRAFTS for r in rows) > 50
+    assert sum(0 < r.num_verified < r.num_drafts for r in rows) > 5
+    assert sum(not r.samples for r in rows) > 50
+    assert sum(r.num_known == MAX_LEN - 1 and r.num_tokens > 1 for r in rows) > 50
+
+
+def test_dead_tokens_of_a_decode_look_like_padding() -> None:
+    """Four places, one draft: two live tokens, then two that write and read nothing."""
+    rows = [Row(1, 9, 4, 10, 1), Row(3, 19, 4, 20, 0)]
+    state, buffers = random_state(random.Random(5), rows), poisoned_buffers()
+    buffers.load_rows(planned(rows))
+    buffers.fill(state.tensors, BLOCK)
+    step = buffers.step
+    assert (step.slot_mapping >= 0).long().tolist()[:8] == [1, 1, 0, 0, 1, 0, 0, 0]
+    assert step.positions.tolist()[:8] == [9, 10, 0, 0, 19, 0, 0, 0]
+    assert step.seq_lens.tolist()[:2] == [11, 20] and step.context_lens.tolist()[:2] == [9, 19]
+    assert step.row_drafts.tolist()[:2] == [1, 0] and step.samples.tolist()[:2] == [1, 1]
+    assert step.last_token_indices.tolist()[:2] == [0, 4]
+
+
+def test_padding_is_named_for_every_buffer() -> None:
+    """The sanitizer checks what this table has: a new buffer must enter it."""
+    assert set(PADDING) | {"row_slots"} == {f.name for f in fields(StepTensors)}
+    buffers = poisoned_buffers()
+    buffers.load_rows([])
+    buffers.fill(random_state(random.Random(4), []).tensors, BLOCK)
+    for name, harmless in PADDING.items():
+        buffer = getattr(buffers.step, name)
+        assert buffer.shape[0] == (MAX_TOKENS if name in TOKEN_BUFFERS else SLOTS)
+        assert bool((buffer == harmless).all()), name
+
+
+def test_padded_views_reach_past_the_live_rows() -> None:
+    rows = [Row(2, 9, 4, 10, 2)]
+    buffers = poisoned_buffers()
+    batch = buffers.load_rows(planned(rows), num_reqs_padded=3, num_tokens_padded=12)
+    buffers.fill(random_state(random.Random(6), rows).tensors, BLOCK)
+    assert (batch.num_reqs, batch.num_tokens) == (1, 4)
+    for view in (batch.input_ids, batch.positions, batch.slot_mapping):
+        assert view.shape[0] == 12
+    assert batch.row_drafts.tolist() == [2, 0, 0] and batch.samples.tolist() == [1, 0, 0]
+    assert batch.last_token_indices.shape[0] == batch.row_slots.shape[0] == 3
+    alone = batch.without_padded_rows()
+    assert (alone.num_reqs_padded, alone.num_tokens_padded) == (1, 12)
 
 
 def test_nothing_of_a_large_step_remains_after_a_small_one() -> None:
     rng = random.Random(0)
-    large = [Row(slot, 3, 6, 9) for slot in range(SLOTS)]
+    large = [Row(slot, 3, 6, 7, 2) for slot in range(SLOTS)]
     small = [Row(2, 9, 1, 10)]
     buffers = InputBuffers(SLOTS, MAX_TOKENS, MAX_BLOCKS, CPU)
     for rows in (large, small):
         state = random_state(rng, rows)
         buffers.load_rows(planned(rows))
-        buffers.fill(state, BLOCK)
+        buffers.fill(state.tensors, BLOCK)
         check_extents(buffers, state.tensors, rows)
 
 
@@ -160,7 +172,7 @@ def test_buffers_keep_their_addresses() -> None:
     before = [t.data_ptr() for t in tensors]
     rows = [Row(1, 0, 5, 5)]
     buffers.load_rows(planned(rows))
-    buffers.fill(random_state(random.Random(1), rows), BLOCK)
+    buffers.fill(random_state(random.Random(1), rows).tensors, BLOCK)
     assert [t.data_ptr() for t in tensors] == before
 
 
@@ -168,6 +180,21 @@ def test_too_many_tokens_are_refused() -> None:
     buffers = InputBuffers(SLOTS, 4, MAX_BLOCKS, CPU)
     with pytest.raises(AssertionError):
         buffers.load_rows(planned([Row(0, 0, 5, 5)]))
+
+
+# ---- phase U ----
+
+
+def random_verdict(rng: random.Random, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a step may yield, with garbage where nobody may look."""
+    sampled = torch.full((SLOTS, NUM_DRAFTS + 1), 10**9)
+    counts = [0] * SLOTS
+    for index, row in enumerate(rows):
+        if row.samples:
+            counts[index] = rng.randint(1, row.num_verified + 1)
+            for place in range(counts[index]):
+                sampled[index, place] = 5000 + 10 * index + place
+    return sampled, torch.tensor(counts)
 
 
 @SETTINGS
@@ -178,33 +205,60 @@ def test_commit_equals_the_slow_twin(seed: int) -> None:
     state, buffers = random_state(rng, rows), poisoned_buffers()
     slots = state.tensors
     buffers.load_rows(planned(rows))
-    buffers.fill(state, BLOCK)
-    sampled = torch.tensor([5000 + i for i in range(SLOTS)])
-    tokens = slots.token_ids[:-1].tolist()
-    num_tokens = slots.num_tokens.tolist()
-    num_computed = slots.num_computed.tolist()
-    table, prompts = slots.block_table.clone(), slots.num_prompt_tokens.clone()
-    commit_tokens(slots, buffers.rows, buffers.step, sampled)
+    buffers.fill(slots, BLOCK)
+    sampled, counts = random_verdict(rng, rows)
+    then = Snapshot.of(slots)
+    step = {f.name: getattr(buffers.step, f.name).clone() for f in fields(buffers.step)}
+    commit_tokens(slots, buffers.rows, buffers.step, sampled, counts)
     for index, row in enumerate(rows):
-        num_computed[row.slot] += row.num_tokens
-        if num_computed[row.slot] == num_tokens[row.slot]:
-            tokens[row.slot][num_tokens[row.slot]] = 5000 + index
-            num_tokens[row.slot] += 1
-    assert slots.token_ids[:-1].tolist() == tokens
-    assert slots.num_tokens.tolist() == num_tokens  # the sink's counters stay 0 too
-    assert slots.num_computed.tolist() == num_computed
-    assert torch.equal(slots.block_table, table)
-    assert torch.equal(slots.num_prompt_tokens, prompts)
+        slot = row.slot
+        for place in range(int(counts[index])):
+            then.token_ids[slot][then.num_tokens[slot]] = 5000 + 10 * index + place
+            then.num_tokens[slot] += 1
+        if row.samples:
+            then.num_computed[slot] = then.num_tokens[slot] - 1
+        else:
+            then.num_computed[slot] += row.num_tokens
+        then.num_drafts[slot] = 0
+    then.check(slots)  # the sink's counters stay 0 too
+    for name, value in step.items():  # phase U only reads the step
+        assert torch.equal(getattr(buffers.step, name), value), name
+
+
+def commit_one(rows: list[Row], tokens: list[int]) -> SlotTensors:
+    """The slots after a step whose first row yields `tokens`."""
+    state, buffers = random_state(random.Random(2), rows), poisoned_buffers()
+    buffers.load_rows(planned(rows))
+    buffers.fill(state.tensors, BLOCK)
+    sampled = torch.full((SLOTS, NUM_DRAFTS + 1), 10**9)
+    sampled[0, : len(tokens)] = torch.tensor(tokens)
+    counts = torch.tensor([len(tokens)] + [0] * (SLOTS - 1))
+    commit_tokens(state.tensors, buffers.rows, buffers.step, sampled, counts)
+    return state.tensors
 
 
 def test_last_token_of_a_full_history_is_written_at_its_end() -> None:
-    rows = [Row(0, MAX_LEN - 2, 1, MAX_LEN - 1)]
-    state, buffers = random_state(random.Random(2), rows), poisoned_buffers()
-    buffers.load_rows(planned(rows))
-    buffers.fill(state, BLOCK)
-    commit_tokens(state.tensors, buffers.rows, buffers.step, torch.full((SLOTS,), 4321))
-    assert state.tensors.token_ids[0, -1] == 4321
-    assert state.tensors.num_tokens[0] == MAX_LEN
+    slots = commit_one([Row(0, MAX_LEN - 2, 1, MAX_LEN - 1)], [4321])
+    assert slots.token_ids[0, -1] == 4321
+    assert slots.num_tokens[0] == MAX_LEN
+
+
+def test_last_draft_and_the_token_behind_it_fill_the_history() -> None:
+    known = MAX_LEN - 1 - NUM_DRAFTS
+    rows = [Row(0, known - 1, NUM_DRAFTS + 1, known, NUM_DRAFTS)]
+    slots = commit_one(rows, [11, 12, 13, 14])
+    assert slots.token_ids[0, known:].tolist() == [11, 12, 13, 14]
+    assert (slots.num_tokens[0], slots.num_computed[0], slots.num_drafts[0]) == (
+        MAX_LEN,
+        MAX_LEN - 1,
+        0,
+    )
+
+
+def test_rejected_drafts_are_not_counted_as_computed() -> None:
+    slots = commit_one([Row(0, 9, 4, 10, 3)], [51])
+    assert (slots.num_tokens[0], slots.num_computed[0], slots.num_drafts[0]) == (11, 10, 0)
+    assert slots.token_ids[0, 10] == 51
 
 
 # ---- the KV store ----
@@ -250,9 +304,9 @@ def test_padded_tokens_of_a_step_leave_the_cache_alone(seed: int) -> None:
     state.tensors.block_table[:-1] = table
     state.tensors.block_table[-1] = 0
     buffers.load_rows(planned(rows))
-    buffers.fill(state, BLOCK)
+    buffers.fill(state.tensors, BLOCK)
     cache = torch.zeros(2, SLOTS * MAX_BLOCKS + 1, BLOCK, 1, 1)
     ones = torch.ones(MAX_TOKENS, 1, 1)
     store_kv(ones, ones, cache, buffers.step.slot_mapping)
     assert not cache[:, 0].any(), "the null block was written"
-    assert int(cache[0].sum()) == int(cache[1].sum()) == sum(r.num_tokens for r in rows)
+    assert int(cache[0].sum()) == int(cache[1].sum()) == sum(r.num_live for r in rows)

@@ -1,9 +1,13 @@
 """Which blocks a prompt may take over from others, and which it must not."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from helpers import make_request, make_scheduler, result_of, rows_of, step
 
 from stoop.core.sampling_params import SamplingParams
+from stoop.core.step import RowResult, StepResult
 from stoop.scheduler import prefix_cache as prefix_cache_module
 from stoop.scheduler.prefix_cache import block_digest
 from stoop.scheduler.scheduler import Scheduler
@@ -184,3 +188,151 @@ def test_a_collision_of_parents_never_hands_out_wrong_blocks(
     after_b = finish_prompt(scheduler, "b", [*B, *X, 9])
     found = scheduler.prefix_cache.match(make_request("c", [*A, *X, 5]))
     assert after_b[1] not in found
+
+
+# ---- blocks that hold for one following token only ----
+
+
+def ahead_scheduler(**options: Any) -> Scheduler:
+    """With an EAGLE drafter, whose KV of a token depends on the next one."""
+    return make_scheduler(**{"block_size": 4, "num_drafts": 2, "drafter_has_kv": True, **options})
+
+
+def hits(scheduler: Scheduler, prompt: Sequence[int]) -> list[int]:
+    """Blocks that the cache would spare, without running the prompt."""
+    return scheduler.prefix_cache.match(make_request("probe", prompt))
+
+
+def test_only_a_drafter_with_kv_looks_ahead() -> None:
+    assert ahead_scheduler().prefix_cache.num_ahead == 1
+    assert ahead_scheduler(drafter_has_kv=False).prefix_cache.num_ahead == 0
+    assert make_scheduler().prefix_cache.num_ahead == 0
+
+
+def test_a_prompt_that_goes_on_the_same_finds_every_block() -> None:
+    scheduler = ahead_scheduler()
+    blocks = finish_prompt(scheduler, "a", list(range(10)))
+    assert hits(scheduler, [*range(8), 8, 99]) == blocks[:2]
+    assert len(scheduler.prefix_cache) == 2
+
+
+def test_a_block_is_found_only_with_the_same_following_token() -> None:
+    scheduler = ahead_scheduler()
+    blocks = finish_prompt(scheduler, "a", list(range(10)))
+    assert hits(scheduler, [*range(8), 99, 98]) == blocks[:1]
+    assert hits(scheduler, [*range(4), 99, 98]) == []
+    assert hits(scheduler, [*range(4), 4]) == blocks[:1]
+    plain = ahead_scheduler(drafter_has_kv=False)
+    blocks = finish_prompt(plain, "a", list(range(10)))
+    assert hits(plain, [*range(8), 99, 98]) == blocks[:2]  # nothing there depends on it
+
+
+def test_divergence_behind_a_boundary_recomputes_that_block_alone() -> None:
+    scheduler = ahead_scheduler()
+    first = finish_prompt(scheduler, "a", list(range(10)))
+    scheduler.add(make_request("b", [*range(8), 99, 98], max_tokens=1))
+    plan = step(scheduler, token=9)
+    assert rows_of(plan) == {"b": (4, 6)}
+    second = plan.block_appends[0].block_ids
+    assert second[0] == first[0] and second[1] not in first[:2]
+
+
+def test_both_versions_of_a_block_live_side_by_side() -> None:
+    scheduler = ahead_scheduler()
+    first = finish_prompt(scheduler, "a", list(range(10)))
+    second = finish_prompt(scheduler, "b", [*range(8), 99, 98])
+    assert len(scheduler.prefix_cache) == 3
+    assert hits(scheduler, [*range(8), 8, 1, 1]) == first[:2]
+    assert hits(scheduler, [*range(8), 99, 1, 1]) == second[:2]
+    assert hits(scheduler, [*range(8), 50, 1, 1]) == first[:1]
+
+
+def test_versions_of_a_block_have_tails_of_their_own() -> None:
+    """What follows one version is not found behind the other, though its own tokens are equal."""
+    scheduler = ahead_scheduler(block_size=2)
+    first = finish_prompt(scheduler, "a", [*A, 5, *X, *X])
+    second = finish_prompt(scheduler, "b", [*A, 6, *X, *X])
+    assert first[0] != second[0]
+    assert hits(scheduler, [*A, 5, *X, *X]) == first[:3]
+    assert hits(scheduler, [*A, 6, *X, *X]) == second[:3]
+    assert not set(first[:3]) & set(second[:3])
+
+
+def test_divergence_inside_a_block_loses_nothing() -> None:
+    plain = ahead_scheduler(drafter_has_kv=False)
+    ahead = ahead_scheduler()
+    prompt, other = list(range(10)), [0, 1, 2, 3, 4, 5, 99, 7, 8, 9]
+    for scheduler in (plain, ahead):
+        first = finish_prompt(scheduler, "a", prompt)
+        assert hits(scheduler, other) == first[:1]
+        scheduler.add(make_request("b", other))
+        assert rows_of(scheduler.schedule()) == {"b": (4, 6)}
+
+
+def test_a_known_prompt_still_computes_its_last_block_or_token() -> None:
+    scheduler = ahead_scheduler()
+    blocks = finish_prompt(scheduler, "a", list(range(8)))
+    assert len(scheduler.prefix_cache) == 2  # the token sampled behind the last block is known
+    assert hits(scheduler, list(range(8))) == blocks[:1]  # its own next token is not
+    assert hits(scheduler, [*range(8), 9]) == blocks[:2]  # 9 was sampled
+    assert hits(scheduler, [*range(8), 8]) == blocks[:1]
+
+
+def test_a_block_is_not_offered_before_its_following_token_is_known() -> None:
+    scheduler = ahead_scheduler(block_size=2)
+    scheduler.add(make_request("a", [1, 2, 3, 4], max_tokens=20, num_drafts=2))
+    plan = scheduler.schedule()
+    assert len(scheduler.prefix_cache) == 0
+    scheduler.update(result_of(plan, 5))
+    assert len(scheduler.prefix_cache) == 2  # (3, 4) goes on with 5
+    plan = scheduler.schedule()
+    row = plan.rows[0]
+    scheduler.update(StepResult(plan.index, [RowResult("a", row.epoch, [6], num_drafts=2)]))
+    assert len(scheduler.prefix_cache) == 2  # (5, 6): 6 is not computed
+    plan = scheduler.schedule()
+    scheduler.update(StepResult(plan.index, [RowResult("a", row.epoch, [7, 8, 9], num_drafts=2)]))
+    # (5, 6) goes on with 7 and (7, 8) with 9.
+    assert len(scheduler.prefix_cache) == 4
+    blocks = scheduler.running[0].block_ids
+    assert hits(scheduler, [*range(1, 10), 0]) == blocks[:4]
+
+
+def test_chunks_of_a_prompt_know_what_follows_them() -> None:
+    scheduler = ahead_scheduler(max_num_seqs=1, max_num_batched_tokens=4)
+    scheduler.add(make_request("a", range(10)))
+    step(scheduler)
+    assert len(scheduler.prefix_cache) == 1
+    assert len(hits(scheduler, [*range(5)])) == 1
+    assert len(hits(scheduler, [*range(4), 99])) == 0
+
+
+def test_an_evicted_version_leaves_the_other() -> None:
+    scheduler = ahead_scheduler(block_size=2, num_blocks=7, max_model_len=12)
+    finish_prompt(scheduler, "a", [*A, 8])
+    kept = finish_prompt(scheduler, "b", [*A, 9])
+    assert finish_prompt_hits(scheduler, [*A, 8]) == finish_prompt_hits(scheduler, [*A, 9]) == 2
+    finish_prompt(scheduler, "long", [5, 5, 6, 6, 7, 7, 4, 4])  # takes five of six
+    assert finish_prompt_hits(scheduler, [*A, 8]) == 0
+    assert hits(scheduler, [*A, 9]) == kept[:1]
+    assert len(scheduler.prefix_cache) == 5  # the other, and the four of the long one
+
+
+def test_equal_digests_never_hand_out_the_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        prefix_cache_module, "block_digest", lambda parent, tokens: parent + b"deeper"
+    )
+    scheduler = ahead_scheduler(block_size=2)
+    first = finish_prompt(scheduler, "a", [*A, 8, 8])
+    assert hits(scheduler, [*A, 8, 5]) == first[:1]
+    assert hits(scheduler, [*A, 9, 5]) == []
+
+
+def test_same_text_computed_twice_keeps_the_first() -> None:
+    scheduler = ahead_scheduler(block_size=2)
+    scheduler.add(make_request("a", [*A, *X, 5], max_tokens=1))
+    scheduler.add(make_request("b", [*A, *X, 5], max_tokens=1))
+    plan = step(scheduler, token=9)
+    first = next(a for a in plan.block_appends if a.slot == plan.admissions[0].slot)
+    assert not scheduler.has_work and len(scheduler.prefix_cache) == 2
+    assert hits(scheduler, [*A, *X, 5]) == first.block_ids[:2]
+    scheduler.pool.check()

@@ -1,5 +1,6 @@
 """Sampling as distributions, and its filters against a slow, plain twin."""
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from stoop.core.request import TokenRules
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import Admission
 from stoop.ops import sampling as ops
-from stoop.sampling.sampler import Sampler, SamplingNeeds
+from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
 
 CPU = torch.device("cpu")
@@ -138,7 +139,15 @@ class Rig:
         logits = torch.tensor(np.stack([self.cases[s].logits for s in slots]), dtype=self.dtype)
         needs = SamplingNeeds.of(self.cases[s].rules() for s in slots)
         longest = max(len(self.cases[s].prompt) + len(self.cases[s].output) for s in slots)
-        return self.sampler.sample(logits, torch.tensor(slots), needs, longest)
+        return self.draw(logits, torch.tensor(slots), needs, longest)
+
+    def draw(
+        self, logits: torch.Tensor, slot: torch.Tensor, needs: SamplingNeeds, max_seq_len: int
+    ) -> torch.Tensor:
+        """Tokens behind all that the slots know."""
+        where = Positions(slot, self.requests.tensors.num_tokens[slot], max_seq_len)
+        self.sampler.adjust_(logits, where, needs)
+        return self.sampler.draw(logits, where, needs)
 
 
 def sampling(**options: Any) -> SamplingParams:
@@ -415,7 +424,9 @@ def test_edits_equal_the_twin(
     rows = torch.tensor(np.stack([plain.logits, case.logits]))
     needs = SamplingNeeds.of([plain.rules(), case.rules()])
     longest = max(6, len(prompt) + len(output))
-    rig.sampler._edit(rows, torch.tensor([0, 1]), needs, longest)
+    slot = torch.tensor([0, 1])
+    where = Positions(slot, rig.requests.tensors.num_tokens[slot], longest)
+    rig.sampler._edit_(rows, where, needs)
     assert torch.equal(rows[0], torch.zeros(VOCAB, dtype=rows.dtype))
     np.testing.assert_allclose(rows[1].numpy(), twin_logits(case), rtol=1e-12, atol=1e-12)
 
@@ -469,13 +480,55 @@ def test_invariant_37_broken_rows_give_ids_in_range_and_harm_no_neighbour(kind: 
         assert 0 <= int(rig.sample([index])[0]) < VOCAB
 
 
+def test_places_behind_drafts_are_edited_as_if_the_drafts_were_accepted() -> None:
+    """Several places of one slot in one call: each sees the drafts before it, and no others."""
+    drafts = (5, 7, 7, 9)
+    params = sampling(
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.7,
+        min_tokens=5,
+        logit_bias={2: 1.5},
+    )
+    cases = [
+        Case(params, output=(4, 5), stop_ids=(6,), bad_words=((7, 7, 8), (5, 7), (3,)))
+        for _ in range(2)
+    ]
+    rig = Rig(cases)
+    slots = rig.requests.tensors
+    known = slots.num_tokens[:2].clone()
+    for slot in range(2):
+        slots.token_ids[slot, int(known[slot]) : int(known[slot]) + 4] = torch.tensor(drafts)
+    slot = torch.tensor([0] * 5 + [1] * 5)
+    where = Positions(slot, known[slot] + torch.arange(5).repeat(2), max_seq_len=9)
+    rows = torch.tensor(np.stack([cases[0].logits] * 10))
+    rig.sampler._edit_(rows, where, SamplingNeeds.of(case.rules() for case in cases))
+    for row in range(10):
+        seen = dataclasses.replace(cases[0], output=(4, 5, *drafts[: row % 5]))
+        np.testing.assert_allclose(rows[row].numpy(), twin_logits(seen), rtol=1e-12, atol=1e-12)
+
+
+def test_places_behind_drafts_draw_what_plain_decoding_would() -> None:
+    """The noise of a place is keyed by its number in the text, not by how it was reached."""
+    case = Case(sampling(temperature=0.9), output=(4,))
+    longer = [Case(case.params, output=(4, *range(5, 5 + n))) for n in range(4)]
+    needs = SamplingNeeds.of([case.rules()])
+    rig = Rig([case])
+    known = rig.requests.tensors.num_tokens[:1]
+    where = Positions(torch.zeros(4, dtype=torch.int64), known + torch.arange(4), 16)
+    logits = torch.tensor(np.stack([case.logits] * 4))
+    rig.sampler.adjust_(logits, where, needs)
+    found = rig.sampler.draw(logits, where, needs).tolist()
+    assert found == [int(Rig([each]).sample()[0]) for each in longer]
+
+
 def test_bad_words_beyond_the_batchs_length_bound() -> None:
     """A chunk's row knows more tokens than the batch's longest sequence: it must not fail."""
     long = Case(sampling(), prompt=tuple(range(1, 16)) * 2, output=(), bad_words=((3,),))
     rig = Rig([long])
     logits = torch.zeros(1, VOCAB, dtype=torch.float64)
     needs = SamplingNeeds.of([long.rules()])
-    found = rig.sampler.sample(logits, torch.tensor([0]), needs, max_seq_len=8)
+    found = rig.draw(logits, torch.tensor([0]), needs, max_seq_len=8)
     assert 0 <= int(found[0]) < VOCAB
 
 
@@ -515,12 +568,16 @@ def top_p_drops_the_crossing_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Sampler._draw
+    def mixed_up(where: Positions) -> Positions:
+        return dataclasses.replace(where, slot=where.slot.sort(descending=True).values)
 
-    def mutant(self: Sampler, logits: torch.Tensor, slot: torch.Tensor, needs: Any) -> Any:
-        return draw(self, logits, slot.sort(descending=True).values, needs)
-
-    monkeypatch.setattr(Sampler, "_draw", mutant)
+    for name in ("adjust_", "draw"):
+        method = getattr(Sampler, name)
+        monkeypatch.setattr(
+            Sampler,
+            name,
+            lambda self, logits, where, needs, m=method: m(self, logits, mixed_up(where), needs),
+        )
 
 
 @pytest.mark.parametrize(

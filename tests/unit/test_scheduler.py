@@ -1,12 +1,15 @@
 """Single decisions of the scheduler, each in the smallest scene that shows it."""
 
+from typing import Any
+
 import pytest
 from helpers import make_request, make_scheduler, result_of, rows_of, step
 
 from stoop.config.errors import RequestError
 from stoop.core.request import RequestStatus
 from stoop.core.sampling_params import SamplingParams
-from stoop.core.step import RowResult, StepResult
+from stoop.core.step import RowResult, StepPlan, StepResult
+from stoop.scheduler.scheduler import Scheduler
 
 
 def test_prompt_then_one_token_a_step() -> None:
@@ -303,3 +306,213 @@ def test_stats_count() -> None:
     stats = scheduler.stats
     assert (stats.num_steps, stats.num_finished, stats.num_preemptions) == (2, 1, 0)
     assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (3, 2)
+
+
+# ---- speculation ----
+
+K = 3
+
+
+def speculative(**options: Any) -> Scheduler:
+    return make_scheduler(**{"num_drafts": K, "drafter_has_kv": True, **options})
+
+
+def verdict(plan: StepPlan, tokens: dict[str, list[int]], num_drafts: int = K) -> StepResult:
+    """A worker that accepts all but one of `tokens`; decodes alone have drafts."""
+    rows = []
+    for row in plan.rows:
+        found = tokens[row.request_id] if row.samples else []
+        drafts = num_drafts if row.decodes else 0
+        rows.append(RowResult(row.request_id, row.epoch, found, num_drafts=drafts))
+    return StepResult(plan.index, rows)
+
+
+def spec_step(scheduler: Scheduler, num_drafts: int = K, **tokens: list[int]) -> StepPlan:
+    plan = scheduler.schedule()
+    scheduler.update(verdict(plan, tokens, num_drafts))
+    return plan
+
+
+def test_a_decode_has_places_for_all_drafts_whatever_was_accepted() -> None:
+    scheduler = speculative()
+    request = make_request("a", [1, 2, 3], max_tokens=20, num_drafts=K)
+    scheduler.add(request)
+    plan = spec_step(scheduler, a=[10])
+    assert rows_of(plan) == {"a": (0, 3)} and not plan.rows[0].decodes
+    computed = 3
+    for tokens in ([11], [12, 13], [14, 15, 16, 17], [18, 19, 20]):
+        plan = spec_step(scheduler, a=tokens)
+        row = plan.rows[0]
+        assert rows_of(plan) == {"a": (computed, K + 1)}
+        assert (row.decodes, row.samples) == (True, True)
+        assert row.seq_len == computed + K + 1
+        assert row.num_reserved == computed + K + 1 + K - 1
+        computed += len(tokens)
+        assert request.num_computed == computed == request.num_tokens - 1
+    assert request.output_token_ids == list(range(10, 21))
+
+
+@pytest.mark.parametrize(("drafter_has_kv", "lookahead"), [(True, K - 1), (False, 0)])
+def test_blocks_cover_what_a_drafter_writes(drafter_has_kv: bool, lookahead: int) -> None:
+    scheduler = speculative(block_size=1, drafter_has_kv=drafter_has_kv, prefix_caching=False)
+    request = make_request("a", [1, 2, 3], max_tokens=30, num_drafts=K)
+    scheduler.add(request)
+    plan = spec_step(scheduler, a=[10])
+    assert len(request.block_ids) == 3 + lookahead
+    plan = spec_step(scheduler, a=[11])  # all drafts rejected: the next step needs one block more
+    assert len(request.block_ids) == plan.rows[0].num_reserved == 3 + K + 1 + lookahead
+    plan = spec_step(scheduler, a=[12, 13, 14, 15])
+    assert plan.block_appends[0].start == 3 + K + 1 + lookahead
+    assert len(plan.block_appends[0].block_ids) == 1
+
+
+def test_rows_at_the_models_limit_reserve_no_more_than_there_is() -> None:
+    limit = 12
+    scheduler = speculative(block_size=2, max_model_len=limit, num_blocks=7, max_num_seqs=1)
+    request = make_request("a", range(1, 8), max_tokens=100, num_drafts=K)
+    scheduler.add(request)
+    token, rows = 20, []
+    while scheduler.has_work:
+        rows += spec_step(scheduler, a=[token]).rows
+        token += 1
+    assert [row.seq_len for row in rows] == [7, 11, 12, 12, 12]
+    assert [row.num_reserved for row in rows] == [9, 12, 12, 12, 12]
+    assert request.num_tokens == limit and request.finish_reason == "length"
+    scheduler.check_idle()
+
+
+def test_a_run_that_reaches_the_models_limit_ends_the_answer() -> None:
+    scheduler = speculative(max_model_len=12)
+    request = make_request("a", range(1, 9), max_tokens=100, num_drafts=K)
+    scheduler.add(request)
+    spec_step(scheduler, a=[20])
+    spec_step(scheduler, num_drafts=2, a=[21, 22, 23])
+    assert request.output_token_ids == [20, 21, 22, 23]
+    assert (request.num_tokens, request.finish_reason) == (12, "length")
+    scheduler.check_idle()
+
+
+def test_a_run_ends_where_max_tokens_is_reached() -> None:
+    scheduler = speculative()
+    request = make_request("a", [1, 2], max_tokens=3, num_drafts=K)
+    scheduler.add(request)
+    spec_step(scheduler, a=[5])
+    spec_step(scheduler, a=[6, 7, 8, 9])
+    assert request.output_token_ids == [5, 6, 7] and request.finish_reason == "length"
+    scheduler.check_idle()
+
+
+def test_a_stop_token_inside_a_run_drops_what_follows() -> None:
+    scheduler = speculative()
+    request = make_request("a", [1, 2], max_tokens=20, num_drafts=K, stop_ids=(7,))
+    scheduler.add(request)
+    spec_step(scheduler, a=[5])
+    spec_step(scheduler, a=[6, 7, 8, 9])
+    assert request.output_token_ids == [5, 6, 7]
+    assert (request.finish_reason, request.stop_reason) == ("stop", 7)
+    scheduler.check_idle()
+
+
+def test_every_decode_counts_its_places_against_the_budget() -> None:
+    scheduler = speculative(max_num_seqs=3, max_num_batched_tokens=3 * (K + 1))
+    scheduler.add(make_request("a", [1, 2], num_drafts=K))
+    scheduler.add(make_request("b", [3, 4], num_drafts=K))
+    spec_step(scheduler, a=[5], b=[5])
+    scheduler.add(make_request("long", range(40, 60), num_drafts=K))
+    plan = spec_step(scheduler, a=[6], b=[6], long=[6])
+    assert rows_of(plan) == {"a": (2, 4), "b": (2, 4), "long": (0, 4)}
+    assert plan.num_tokens == 12
+    assert [row.decodes for row in plan.rows] == [True, True, False]
+
+
+def test_a_prompts_last_token_alone_has_no_places_for_drafts() -> None:
+    scheduler = speculative(max_num_seqs=1, max_num_batched_tokens=K + 1)
+    scheduler.add(make_request("a", range(K + 2), num_drafts=K))
+    assert rows_of(spec_step(scheduler)) == {"a": (0, K + 1)}
+    plan = spec_step(scheduler, a=[9])
+    assert rows_of(plan) == {"a": (K + 1, 1)}
+    assert not plan.rows[0].decodes and plan.rows[0].samples
+    assert rows_of(spec_step(scheduler, a=[9])) == {"a": (K + 2, K + 1)}
+
+
+def test_a_resumed_request_is_a_decode_only_with_all_its_places() -> None:
+    """The prefix cache may leave a resumed request one token, as a decode has: graphs of decodes
+    take `K + 1` tokens from each row and no others."""
+    scheduler = speculative(block_size=1, drafter_has_kv=False)
+    request = make_request("a", [1, 2], max_tokens=20, num_drafts=K)
+    scheduler.add(request)
+    spec_step(scheduler, a=[5])
+    spec_step(scheduler, a=[6])
+    scheduler._preempt(request)
+    row = scheduler.schedule().rows[0]
+    assert row.num_computed == 3 == request.num_tokens - 1
+    assert not row.decodes or row.num_tokens == K + 1
+
+
+def test_preempted_request_resumes_with_accepted_tokens_only() -> None:
+    scheduler = speculative(num_blocks=13, block_size=2, max_model_len=24, prefix_caching=False)
+    first = make_request("first", [1, 2, 3], max_tokens=18, num_drafts=K)
+    second = make_request("second", [4, 5, 6], max_tokens=18, num_drafts=K)
+    scheduler.add(first)
+    scheduler.add(second)
+    spec_step(scheduler, first=[20], second=[30])
+    while not second.num_preemptions:
+        plan = spec_step(scheduler, first=[20, 20], second=[30, 30])
+    assert set(rows_of(plan)) == {"first"}
+    assert (second.slot, second.block_ids, second.num_computed) == (-1, [], 0)
+    assert set(second.output_token_ids) == {30} and second.num_output_tokens % 2 == 1
+    known = list(second.token_ids)
+    while second.status is RequestStatus.WAITING:
+        plan = spec_step(scheduler, first=[20, 20], second=[30, 30])
+    admission = plan.admissions[0]
+    assert admission.token_ids == known and admission.num_computed == 0
+    row = next(row for row in plan.rows if row.request_id == "second")
+    assert (row.num_tokens, row.decodes) == (len(known), False)
+    while scheduler.has_work:
+        spec_step(scheduler, first=[20, 20], second=[30, 30])
+    assert first.output_token_ids == [20] * 18 and second.output_token_ids == [30] * 18
+    scheduler.check_idle()
+
+
+def test_nobody_is_scheduled_twice_while_its_drafts_are_under_way() -> None:
+    """How many were accepted is not known before the result is in."""
+    scheduler = speculative()
+    scheduler.add(make_request("a", [1, 2], max_tokens=20, num_drafts=K))
+    spec_step(scheduler, a=[5])
+    plan = scheduler.schedule()
+    assert rows_of(plan) == {"a": (2, K + 1)}
+    assert scheduler.schedule().rows == []
+    scheduler.update(verdict(plan, {"a": [6, 7]}))
+    assert rows_of(scheduler.schedule()) == {"a": (4, K + 1)}
+
+
+def test_late_drafts_of_a_preempted_request_are_ignored() -> None:
+    scheduler = speculative()
+    request = make_request("a", [1, 2], max_tokens=20, num_drafts=K)
+    scheduler.add(request)
+    spec_step(scheduler, a=[5])
+    late = verdict(scheduler.schedule(), {"a": [6, 7, 8]})
+    scheduler._preempt(request)
+    assert scheduler.update(late) == []
+    assert request.output_token_ids == [5] and request.spec.num_drafts == 0
+
+
+def test_spec_stats_count_drafts_by_request_and_in_all() -> None:
+    scheduler = speculative()
+    a = make_request("a", [1, 2], max_tokens=20, num_drafts=K)
+    b = make_request("b", [3, 4], max_tokens=20)
+    scheduler.add(a)
+    scheduler.add(b)
+    spec_step(scheduler, a=[5], b=[5])
+    for tokens in ([6], [6, 7, 8, 9], [6, 7, 8]):
+        plan = scheduler.schedule()
+        rows = [
+            RowResult("a", a.epoch, tokens, num_drafts=K),
+            RowResult("b", b.epoch, [6], num_drafts=0),  # it wants none
+        ]
+        scheduler.update(StepResult(plan.index, rows))
+    for spec in (a.spec, scheduler.stats.spec):
+        assert (spec.num_drafts, spec.num_draft_tokens, spec.num_accepted_tokens) == (3, 9, 5)
+        assert spec.num_accepted_tokens_per_pos == [2, 2, 1]
+        assert spec.mean_acceptance_length == pytest.approx(1 + 5 / 3)
+    assert b.spec.num_drafts == 0 and b.spec.num_accepted_tokens_per_pos == [0] * K

@@ -3,6 +3,9 @@
 The worker follows a plan as the real one does (slot state, block tables, token history) but in
 place of keys and values it records, for each place of each block, which text was written there.
 So a wrong, shared, stale or lost block shows in the step that reads it.
+
+It may draft too, right and wrong tokens at random. A drafter's place in a block is written with the
+token that follows as well, as an EAGLE head's is, so that a block which goes on otherwise is wrong.
 """
 
 import dataclasses
@@ -63,24 +66,42 @@ def undisturbed(request: Request, max_model_len: int) -> list[int]:
             return tokens[request.num_prompt_tokens :]
 
 
+Place = tuple[int, int]  # block, and offset in it
+NOBODYS = (-1, -1)  # what a rejected draft leaves: to read it is an error
+
+
 class BookkeepingWorker:
     """Slot state as in `stoop.batch`, inputs as in `stoop.ops.inputs`, texts in place of KV."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
-        max_blocks = -(-max_model_len // block_size)
+    def __init__(self, world: "World") -> None:
+        self.world, self.block_size = world, world.block_size
+        num_slots, max_model_len = world.max_num_seqs, world.max_model_len
+        max_blocks = -(-max_model_len // world.block_size)
         self.token_ids = [[-1] * max_model_len for _ in range(num_slots)]
         self.num_tokens = [0] * num_slots
         self.num_computed = [0] * num_slots
+        self.num_drafts = [0] * num_slots
+        self.draft_limit = [0] * num_slots
+        self.token_limit = [0] * num_slots
         self.block_table = [[NULL_BLOCK] * max_blocks for _ in range(num_slots)]
-        self.written: dict[tuple[int, int], tuple[int, int]] = {}  # place -> (text, token)
+        self.written: dict[Place, tuple[int, int]] = {}  # place -> (text, token)
+        self.draft_written: dict[Place, tuple[int, int]] = {}  # ... -> (text, token), one further
+        self.luck = random.Random(0)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._stage(plan)
+        contexts = [self.num_computed[row.slot] for row in plan.rows]
         self._write_all(plan)
         for row in plan.rows:  # a layer stores every row's KV before it attends to any
             self._check_reads(row)
-        return StepResult(plan.index, [self._answer(row) for row in plan.rows])
+        live = [self._num_live(row) for row in plan.rows]
+        result = StepResult(plan.index, [self._answer(row) for row in plan.rows])
+        if self.world.drafter_has_kv:
+            self._draft_prefill(plan, contexts, live)
+        places: set[Place] = set()
+        for row in plan.rows:
+            self._draft(row, places)
+        return result
 
     def _stage(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
@@ -97,47 +118,114 @@ class BookkeepingWorker:
         self.token_ids[slot][: len(tokens)] = tokens
         self.num_tokens[slot] = len(tokens)
         self.num_computed[slot] = admission.num_computed
+        self.num_drafts[slot] = 0
+        self.draft_limit[slot] = admission.rules.num_drafts
+        limit = admission.num_prompt_tokens + admission.rules.max_tokens
+        self.token_limit[slot] = min(limit, self.world.max_model_len)
 
-    def _text(self, slot: int) -> list[int]:
-        return self.token_ids[slot][: self.num_tokens[slot]]
+    def _text(self, slot: int, drafts: bool = False) -> list[int]:
+        count = self.num_tokens[slot] + (self.num_drafts[slot] if drafts else 0)
+        return self.token_ids[slot][:count]
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
+    def _place(self, slot: int, position: int) -> Place:
         block = self.block_table[slot][position // self.block_size]
         return block, position % self.block_size
 
+    def _num_live(self, row: PlannedRow) -> int:
+        slot = row.slot
+        known = self.num_tokens[slot] + self.num_drafts[slot]
+        return min(row.num_tokens, known - self.num_computed[slot])
+
+    def _claim(self, row: PlannedRow, position: int, places: set[Place]) -> Place:
+        """A place that a row writes; nobody else may in the same phase."""
+        place = self._place(row.slot, position)
+        assert place[0] != NULL_BLOCK, "a live row writes the null block"
+        assert place not in places, "two rows write one place"
+        places.add(place)
+        return place
+
     def _write_all(self, plan: StepPlan) -> None:
-        places: set[tuple[int, int]] = set()
+        places: set[Place] = set()
         for row in plan.rows:
-            start = self.num_computed[row.slot]
+            start, known = self.num_computed[row.slot], self.num_tokens[row.slot]
             assert row.num_computed == start, "host and device disagree on what is computed"
-            assert row.seq_len <= self.num_tokens[row.slot], "a row computes unknown tokens"
-            text = self._text(row.slot)
+            decodes = known - start == 1 and start >= row.num_prompt_tokens
+            decodes &= row.num_tokens == self.world.query_len  # one just resumed may have less
+            assert decodes == row.decodes, "host and device disagree on who decodes"
+            dead = row.num_tokens - self._num_live(row)
+            assert not dead or row.decodes, "a row computes unknown tokens"
+            text = self._text(row.slot, drafts=True)
             keys = text_keys(text)
-            for position in range(start, start + row.num_tokens):
-                place = self._place(row.slot, position)
-                assert place[0] != NULL_BLOCK, "a live row writes the null block"
-                assert place not in places, "two rows write one place"
-                places.add(place)
+            for position in range(start, start + self._num_live(row)):
+                place = self._claim(row, position, places)
                 self.written[place] = (keys[position], text[position])
 
     def _check_reads(self, row: PlannedRow) -> None:
-        keys = text_keys(self._text(row.slot))
-        for position in range(row.seq_len):
+        keys = text_keys(self._text(row.slot, drafts=True))
+        length = self.num_computed[row.slot] + self._num_live(row)
+        assert length <= row.seq_len, "the host's bound is too low"
+        for position in range(length):
             found = self.written.get(self._place(row.slot, position))
             assert found is not None, f"{row.request_id} reads KV that nobody wrote"
             assert found[0] == keys[position], f"{row.request_id} reads another text's KV"
 
     def _answer(self, row: PlannedRow) -> RowResult:
-        slot = row.slot
-        self.num_computed[slot] += row.num_tokens
-        samples = self.num_computed[slot] == self.num_tokens[slot]
+        slot, live = row.slot, self._num_live(row)
+        samples = self.num_computed[slot] + live >= self.num_tokens[slot]
         assert samples == row.samples, "host and device disagree on who samples"
         if not samples:
+            self.num_computed[slot] += row.num_tokens
             return RowResult(row.request_id, row.epoch, [])
-        token = next_token(self._text(slot))
-        self.token_ids[slot][self.num_tokens[slot]] = token
-        self.num_tokens[slot] += 1
-        return RowResult(row.request_id, row.epoch, [token])
+        verified = self.num_computed[slot] + live - self.num_tokens[slot]
+        assert verified == self.num_drafts[slot], "a draft has no place in the step"
+        known, text = self.num_tokens[slot], self._text(slot)
+        drafts = self.token_ids[slot][known : known + verified]
+        while True:
+            text.append(next_token(text))
+            accepted = len(text) - known
+            if accepted > verified or drafts[accepted - 1] != text[-1]:
+                break
+        self.token_ids[slot][: len(text)] = text
+        self.num_tokens[slot] = len(text)
+        self.num_computed[slot] = len(text) - 1
+        self.num_drafts[slot] = 0
+        return RowResult(row.request_id, row.epoch, text[known:], num_drafts=verified)
+
+    # ---- the drafter ----
+
+    def _draft_prefill(self, plan: StepPlan, contexts: list[int], live: list[int]) -> None:
+        """Over the step's positions, each with the token that follows it."""
+        places: set[Place] = set()
+        for row, start, count in zip(plan.rows, contexts, live, strict=True):
+            text = self._text(row.slot)
+            keys = text_keys(text)
+            for position in range(start, start + count):
+                place = self._claim(row, position, places)
+                known = position + 1 < len(text)
+                value = (keys[position + 1], text[position + 1]) if known else NOBODYS
+                self.draft_written[place] = value
+        for row, start, count in zip(plan.rows, contexts, live, strict=True):
+            text = self._text(row.slot)
+            keys = text_keys(text)
+            for position in range(min(start + count, len(text) - 1)):
+                found = self.draft_written.get(self._place(row.slot, position))
+                assert found is not None, f"{row.request_id} drafts from KV that nobody wrote"
+                assert found[0] == keys[position + 1], f"{row.request_id} drafts from another text"
+
+    def _draft(self, row: PlannedRow, places: set[Place]) -> None:
+        """Drafts behind the known tokens, and a drafter's KV of all but the last of them."""
+        slot, known = row.slot, self.num_tokens[row.slot]
+        room = min(self.draft_limit[slot], self.token_limit[slot] - 1 - known)
+        for number in range(room if row.samples else 0):
+            if number and self.world.drafter_has_kv:
+                position = known - 2 + number
+                assert position < row.num_reserved, "a drafter writes behind what is reserved"
+                place = self._claim(row, position, places)
+                self.draft_written[place] = NOBODYS
+            right = self.luck.random() < 0.7
+            draft = next_token(self._text(slot, drafts=True)) if right else STOP
+            self.token_ids[slot][known + number] = draft
+            self.num_drafts[slot] += 1
 
 
 @dataclass(frozen=True)
@@ -152,6 +240,30 @@ class World:
     chunked: bool = True
     prefix_caching: bool = True
     depth: int = 1  # steps that may be under way before the first one's result is taken in
+    num_drafts: int = 0  # K
+    drafter_has_kv: bool = False
+
+    @property
+    def query_len(self) -> int:
+        return self.num_drafts + 1
+
+    @property
+    def lookahead(self) -> int:
+        return self.num_drafts - 1 if self.drafter_has_kv else 0
+
+    @staticmethod
+    def draw_speculative(rng: random.Random) -> "World":
+        world = World.draw(rng)
+        num_drafts = rng.randint(1, 4)
+        return dataclasses.replace(
+            world,
+            num_drafts=num_drafts,
+            drafter_has_kv=rng.random() < 0.7,
+            # As `resolve` asks: everybody may decode in one step.
+            max_num_batched_tokens=max(
+                world.max_num_batched_tokens, world.max_num_seqs * (num_drafts + 1)
+            ),
+        )
 
     @staticmethod
     def draw(rng: random.Random) -> "World":
@@ -179,11 +291,16 @@ class Simulation:
     def __init__(self, world: World) -> None:
         self.world = world
         config = ScheduleConfig(
-            world.max_model_len, world.max_num_seqs, world.max_num_batched_tokens, world.chunked
+            world.max_model_len,
+            world.max_num_seqs,
+            world.max_num_batched_tokens,
+            world.chunked,
+            num_drafts=world.num_drafts,
+            drafter_has_kv=world.drafter_has_kv,
         )
         cache = CacheConfig(block_size=world.block_size, enable_prefix_caching=world.prefix_caching)
         self.scheduler = Scheduler(config, cache, world.num_blocks)
-        self.worker = BookkeepingWorker(world.max_num_seqs, world.max_model_len, world.block_size)
+        self.worker = BookkeepingWorker(world)
         self.in_flight: deque[StepResult] = deque()
         self.requests: list[Request] = []
         self.expected: list[list[int]] = []  # answers
@@ -198,9 +315,15 @@ class Simulation:
         priority: int,
         stops: bool = True,
         min_tokens: int = 0,
+        num_drafts: int | None = None,
     ) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=None, min_tokens=min_tokens)
-        rules = make_rules(max_tokens, params, stop_ids=(STOP,) if stops else ())
+        rules = make_rules(
+            max_tokens,
+            params,
+            stop_ids=(STOP,) if stops else (),
+            num_drafts=self.world.num_drafts if num_drafts is None else num_drafts,
+        )
         request = Request(f"r{len(self.requests)}", tuple(prompt), rules, priority)
         self.scheduler.add(request)
         self.requests.append(request)
@@ -225,8 +348,12 @@ class Simulation:
         result = self.in_flight.popleft()
         late = [r for r in map(self._late, result.rows) if r is not None]
         before = [list(request.token_ids) for request in late]
-        live = {request for request, _ in self.scheduler.update(result)}
+        rows = self.scheduler.update(result)
+        live = {request for request, _ in rows}
         assert not live & set(late), "a late result counts as live"
+        for request, row in rows:
+            if row.token_ids and request.status is RequestStatus.RUNNING:
+                assert request.num_computed == request.num_tokens - 1, "drafts count as computed"
         assert before == [request.token_ids for request in late], "a late result was taken in"
         self._check_books()
         self._check_answers()
@@ -276,8 +403,13 @@ class Simulation:
         assert len(rows) == len(plan.rows), "a request has two rows"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot is used twice"
         assert all(row.num_tokens >= 1 for row in plan.rows), "a row computes nothing"
-        lengths = [row.num_tokens for row in plan.rows]
-        assert lengths == sorted(lengths), "decodes do not lead"
+        order = [(not row.decodes, row.num_tokens) for row in plan.rows]
+        assert order == sorted(order), "decodes do not lead"
+        for row in plan.rows:
+            assert not row.decodes or row.num_tokens == world.query_len, "a decode lacks places"
+            past = row.num_computed + row.num_tokens
+            assert row.seq_len == min(past, world.max_model_len)
+            assert row.num_reserved == min(past + world.lookahead, world.max_model_len)
         if not self.in_flight:
             assert plan.rows, "there is work, yet nothing is scheduled"
         if not world.chunked:
@@ -301,7 +433,7 @@ class Simulation:
             assert admission.token_ids == request.token_ids
             assert admission.slot == request.slot
         for first in before["running"][:1]:
-            if before["todo"][first]:  # else its result is still under way
+            if before["todo"][first] > 0:  # else its result is still under way
                 assert first.request_id in rows, "the first in order makes no progress"
 
     def _check_writes(self, rows: dict[str, PlannedRow]) -> None:
@@ -311,7 +443,7 @@ class Simulation:
             row = rows.get(request.request_id)
             if row is None:
                 continue
-            assert len(request.block_ids) * size >= row.seq_len, "too few blocks"
+            assert len(request.block_ids) * size >= row.num_reserved, "too few blocks"
             for block in request.block_ids[row.num_computed // size :]:
                 assert scheduler.pool.refs(block) == 1, "a block with two holders is written"
                 assert block not in scheduler.pool._cached, "a cached block is written"
@@ -341,18 +473,23 @@ class Simulation:
 
     def _check_cache(self) -> None:
         """Every cached block holds the tokens that its entry names."""
+        size, worker = self.world.block_size, self.worker
         for entry in self.scheduler.prefix_cache._entries.values():
-            for offset, token in enumerate(entry.tokens):
-                found = self.worker.written.get((entry.block, offset))
+            assert len(entry.tokens) == size + self.world.drafter_has_kv
+            for offset, token in enumerate(entry.tokens[:size]):
+                found = worker.written.get((entry.block, offset))
                 assert found is not None and found[1] == token, "a cached block holds other tokens"
+            for offset, token in enumerate(entry.tokens[1:] if self.world.drafter_has_kv else ()):
+                found = worker.draft_written.get((entry.block, offset))
+                assert found is not None and found[1] == token, "a cached block goes on otherwise"
 
 
 class Traffic:
     """Random arrivals, aborts and steps."""
 
-    def __init__(self, seed: int, world: World | None = None) -> None:
+    def __init__(self, seed: int, world: World | Callable[[random.Random], World]) -> None:
         self.rng = random.Random(seed)
-        self.sim = Simulation(world or World.draw(self.rng))
+        self.sim = Simulation(world if isinstance(world, World) else world(self.rng))
         self.prefixes = [self._tokens(self.sim.world.max_model_len) for _ in range(3)]
 
     def _tokens(self, count: int) -> list[int]:
@@ -372,6 +509,9 @@ class Traffic:
             priority=rng.choice((0, 0, 1, -1)),
             stops=rng.random() < 0.3,
             min_tokens=rng.choice((0, 3)),
+            num_drafts=rng.choice((world.num_drafts, rng.randint(0, world.num_drafts)))
+            if world.num_drafts
+            else 0,
         )
 
     def run(self, num_events: int) -> Simulation:
@@ -386,7 +526,11 @@ class Traffic:
         return self.sim
 
 
-def run_traffic(seeds: range, world: World | None = None, num_events: int = 60) -> Counter[str]:
+def run_traffic(
+    seeds: range,
+    world: World | Callable[[random.Random], World] = World.draw,
+    num_events: int = 60,
+) -> Counter[str]:
     totals: Counter[str] = Counter()
     for seed in seeds:
         sim = Traffic(seed, world).run(num_events)
@@ -396,6 +540,10 @@ def run_traffic(seeds: range, world: World | None = None, num_events: int = 60) 
         totals["hits"] += sim.scheduler.prefix_cache.num_hit_tokens
         totals["aborts"] += sum(r.finish_reason == "abort" for r in sim.requests)
         totals["stops"] += sum(r.finish_reason == "stop" for r in sim.requests)
+        limit = sim.world.max_model_len
+        totals["limits"] += sum(r.num_tokens == limit for r in sim.requests)
+        totals["drafted"] += stats.spec.num_draft_tokens
+        totals["accepted"] += stats.spec.num_accepted_tokens
     return totals
 
 
@@ -410,6 +558,15 @@ def test_random_traffic_keeps_every_invariant(chunk: int) -> None:
     assert min(totals[k] for k in ("preemptions", "hits", "aborts", "stops")) > 20, totals
 
 
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_speculative_traffic_keeps_every_invariant(chunk: int) -> None:
+    totals = run_traffic(range(chunk * 60, chunk * 60 + 60), World.draw_speculative)
+    assert totals["steps"] > 3000
+    kinds = ("preemptions", "hits", "aborts", "stops", "limits")
+    assert min(totals[k] for k in kinds) > 20, totals
+    assert totals["drafted"] > totals["accepted"] > 1000, totals
+
+
 # Many decodes beside a long prompt that may take their blocks from them.
 CROWDED = World(
     block_size=1,
@@ -420,6 +577,9 @@ CROWDED = World(
     prefix_caching=False,
 )
 TIGHT = World(block_size=2, num_blocks=13, max_model_len=24, max_num_batched_tokens=8)
+TIGHT_SPECULATIVE = dataclasses.replace(
+    TIGHT, max_num_batched_tokens=16, num_drafts=3, drafter_has_kv=True
+)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -427,6 +587,19 @@ TIGHT = World(block_size=2, num_blocks=13, max_model_len=24, max_num_batched_tok
 def test_tight_pool_preempts_and_still_answers_right(depth: int, prefix_caching: bool) -> None:
     world = World(**(vars(TIGHT) | {"depth": depth, "prefix_caching": prefix_caching}))
     assert run_traffic(range(6), world)["preemptions"] > 10
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("drafter_has_kv", [False, True])
+def test_tight_pool_of_a_speculative_engine(
+    depth: int, prefix_caching: bool, drafter_has_kv: bool
+) -> None:
+    changes = {"depth": depth, "prefix_caching": prefix_caching, "drafter_has_kv": drafter_has_kv}
+    world = dataclasses.replace(TIGHT_SPECULATIVE, **changes)
+    totals = run_traffic(range(8), world)
+    assert totals["preemptions"] > 10 and totals["accepted"] > 100, totals
+    assert (totals["hits"] > 20) == prefix_caching
 
 
 def test_crowded_traffic() -> None:
@@ -451,18 +624,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(4, 12),
         chunked=st.booleans(),
         caching=st.booleans(),
+        num_drafts=st.sampled_from((0, 0, 1, 2, 3)),
+        drafter_has_kv=st.booleans(),
     )
-    def begin(self, num_spare: int, budget: int, chunked: bool, caching: bool) -> None:
+    def begin(
+        self,
+        num_spare: int,
+        budget: int,
+        chunked: bool,
+        caching: bool,
+        num_drafts: int,
+        drafter_has_kv: bool,
+    ) -> None:
+        budget = max(budget if chunked else 12, 3 * (num_drafts + 1))
         self.sim = Simulation(
             World(
                 block_size=2,
                 num_blocks=7 + num_spare,
                 max_model_len=12,
                 max_num_seqs=3,
-                max_num_batched_tokens=budget if chunked else 12,
+                max_num_batched_tokens=budget,
                 chunked=chunked,
                 prefix_caching=caching,
                 depth=2,
+                num_drafts=num_drafts,
+                drafter_has_kv=drafter_has_kv and num_drafts > 0,
             )
         )
 
@@ -697,6 +883,97 @@ MUTANTS = [
     (_Draft, "drop", keep_rows_of_the_preempted),
     (_Draft, "put", forget_the_budget),
 ]
+
+
+# ---- mutants of speculation ----
+
+
+def reserve_no_lookahead(num_reserved: Any) -> Any:
+    """A drafter writes behind the step's own tokens, into blocks of others or of nobody."""
+    return lambda self, num: min(num, self.config.max_model_len)
+
+
+def reserve_one_too_few(num_reserved: Any) -> Any:
+    return lambda self, num: num_reserved(self, num - 1)
+
+
+def reserve_beyond_the_model(num_reserved: Any) -> Any:
+    return lambda self, num: num + self.config.num_lookahead
+
+
+def ignore_the_following_token(init: Any) -> Any:
+    def mutant(self: PrefixCache, *args: Any, looks_ahead: bool = False) -> None:
+        init(self, *args)
+
+    return mutant
+
+
+def count_rejected_drafts(take_tokens: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        computed = request.num_computed
+        take_tokens(self, request, row)
+        if not request.finished:
+            request.num_computed = min(computed, request.num_tokens)
+
+    return mutant
+
+
+def offer_rejected_drafts(take_tokens: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        computed = request.num_computed
+        take_tokens(self, request, row)
+        if not request.finished:
+            after, held = request.num_computed, len(request.block_ids) * self.block_size
+            request.num_computed = min(computed + 1, held)
+            self.prefix_cache.insert(request)
+            request.num_computed = after
+
+    return mutant
+
+
+def run_past_the_stop(stops: Any) -> Any:
+    """The tokens behind the one that ends a request are kept as well."""
+
+    def mutant(self: Scheduler, request: Request, token: int) -> bool:
+        if not request.finished:
+            stops(self, request, token)
+        return False
+
+    return mutant
+
+
+def drop_the_rest_of_a_run(take_tokens: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        take_tokens(self, request, dataclasses.replace(row, token_ids=row.token_ids[:2]))
+
+    return mutant
+
+
+def decode_without_places(num_wanted: Any) -> Any:
+    return lambda self, request: request.num_tokens - request.num_computed
+
+
+SPECULATIVE_MUTANTS = [
+    (Scheduler, "_num_reserved", reserve_no_lookahead),
+    (Scheduler, "_num_reserved", reserve_one_too_few),
+    (Scheduler, "_num_reserved", reserve_beyond_the_model),
+    (PrefixCache, "__init__", ignore_the_following_token),
+    (Scheduler, "_take_tokens", count_rejected_drafts),
+    (Scheduler, "_take_tokens", offer_rejected_drafts),
+    (Scheduler, "_stops", run_past_the_stop),
+    (Scheduler, "_take_tokens", drop_the_rest_of_a_run),
+    (Scheduler, "_num_wanted", decode_without_places),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    SPECULATIVE_MUTANTS,
+    ids=[mutant.__name__ for *_, mutant in SPECULATIVE_MUTANTS],
+)
+def test_speculative_traffic_notices_mutant(owner: Any, name: str, mutant: Any) -> None:
+    with patched(owner, name, mutant), pytest.raises(AssertionError):
+        run_traffic(range(30), World.draw_speculative)
 
 
 @pytest.mark.parametrize(

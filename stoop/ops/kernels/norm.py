@@ -1,5 +1,7 @@
 """RMSNorm, alone and with the residual add, and the gated activation."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ def _rms_norm_kernel(
     stream_ptr,
     size,
     x_stride,
+    out_stride,
     eps,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -36,16 +39,17 @@ def _rms_norm_kernel(
         wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
     weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + column, wide * scale * weight, mask=live)
+    tl.store(out_ptr + row * out_stride + column, wide * scale * weight, mask=live)
 
 
 @register("rms_norm_(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()")
 def rms_norm_(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """x: [..., n] whose rows lie at one distance from each other; out: contiguous"""
+    """x and out: [..., n], each with rows at one distance from each other"""
     rows = x.flatten(0, -2) if x.dim() > 2 else x.view(-1, x.shape[-1])
     size = rows.shape[1]
+    out_stride = out.stride(-2) if out.dim() > 1 else size
     _rms_norm_kernel[(rows.shape[0],)](
-        rows, rows, weight, out, out, size, rows.stride(0), eps,
+        rows, rows, weight, out, out, size, rows.stride(0), out_stride, eps,
         ADDS=False, BLOCK=triton.next_power_of_2(size), num_warps=_num_warps(size),
     )  # fmt: skip
 
@@ -54,13 +58,13 @@ def rms_norm_(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     "add_rms_norm_(Tensor x, Tensor residual, Tensor weight, float eps, Tensor(a!) out, "
     "Tensor(b!) stream) -> ()"
 )
-def add_rms_norm_(  # noqa: PLR0913
+def add_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, stream: Tensor
 ) -> None:
     """x, residual, out, stream: [tokens, n], contiguous"""
     size = x.shape[-1]
     _rms_norm_kernel[(x.numel() // size,)](
-        x, residual, weight, out, stream, size, size, eps,
+        x, residual, weight, out, stream, size, size, size, eps,
         ADDS=True, BLOCK=triton.next_power_of_2(size), num_warps=_num_warps(size),
     )  # fmt: skip
 
@@ -79,6 +83,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out, stream = torch.empty_like(x), torch.empty_like(residual)
     add_rms_norm_(x, residual, weight, eps, out, stream)
     return out, stream
+
+
+def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
+    width = sum(part.shape[1] for part in parts)
+    out = torch.empty(parts[0].shape[0], width, dtype=parts[0].dtype, device=parts[0].device)
+    start = 0
+    for part, weight in zip(parts, weights, strict=True):
+        rms_norm_(part, weight, eps, out[:, start : start + part.shape[1]])
+        start += part.shape[1]
+    return out
 
 
 @triton.jit
