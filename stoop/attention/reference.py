@@ -54,7 +54,7 @@ class ReferenceMetadata:
     query_start_loc: Tensor  # [num_reqs + 1] int32
     context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
-    block_rows: Tensor  # [num_reqs, max_blocks] int32
+    row_slots: Tensor  # [num_reqs] int64
     planned: set[int] = field(default_factory=set)  # windows whose plan this step has made
 
 
@@ -64,6 +64,7 @@ class ReferenceBackend:
 
     def __init__(self, setup: AttentionSetup) -> None:
         self.block_size = setup.block_size
+        self.block_table = setup.slots.block_table
         self.reads_lengths = setup.device.type == "cpu"
         self.graph_support = GraphSupport.ALWAYS if self.reads_lengths else GraphSupport.NEVER
         self.plans: dict[int, list[Tile]] = {}  # by window; of the step that was planned last
@@ -86,7 +87,7 @@ class ReferenceBackend:
             query_start_loc=batch.rows.query_start_loc[: num_reqs + 1],
             context_lens=batch.step.context_lens[:num_reqs],
             seq_lens=batch.step.seq_lens[:num_reqs],
-            block_rows=batch.step.block_rows[:num_reqs],
+            row_slots=batch.row_slots,
         )
 
     def advance(self, metadata: ReferenceMetadata) -> None:
@@ -102,7 +103,8 @@ class ReferenceBackend:
                 metadata.query_start_loc,
                 metadata.context_lens,
                 metadata.seq_lens,
-                metadata.block_rows,
+                metadata.row_slots,
+                self.block_table,
                 self.plan_version,
                 q.dtype,
                 window,
@@ -132,14 +134,15 @@ def _register_backend(backend: ReferenceBackend) -> int:
 
 
 @register(
-    "plan_tiles(Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, "
-    "Tensor block_rows, Tensor(a!) version, ScalarType dtype, int window, int backend) -> ()"
+    "plan_tiles(Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, Tensor row_slots, "
+    "Tensor block_table, Tensor(a!) version, ScalarType dtype, int window, int backend) -> ()"
 )
-def plan_tiles(
+def plan_tiles(  # noqa: PLR0913
     query_start_loc: Tensor,
     context_lens: Tensor,
     seq_lens: Tensor,
-    block_rows: Tensor,
+    row_slots: Tensor,
+    block_table: Tensor,
     version: Tensor,
     dtype: torch.dtype,
     window: int,
@@ -148,7 +151,7 @@ def plan_tiles(
     """Cut the batch into tiles for the layers of one window."""
     owner = _BACKENDS[backend]
     lengths = owner.lengths(query_start_loc, context_lens, seq_lens)
-    rows = RowState(context_lens, seq_lens, block_rows)
+    rows = RowState(context_lens, seq_lens, row_slots, block_table)
     planner = _Planner(lengths, rows, owner.block_size, window)
     owner.plans[window] = planner.tiles(dtype)
     owner.num_plans += 1
@@ -200,7 +203,8 @@ class RowState:
 
     context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
-    block_rows: Tensor  # [num_reqs, max_blocks] int32
+    row_slots: Tensor  # [num_reqs] int64
+    block_table: Tensor  # [slots + 1, max_blocks] int32
 
 
 class _Planner:
@@ -276,15 +280,15 @@ class _Planner:
             first_token=first_token,
             num_rows=num_rows,
             query_len=query_len,
-            kv_slots=self._kv_slots(key, seq_lens, self.rows.block_rows[rows]),
+            kv_slots=self._kv_slots(key, seq_lens, self.rows.row_slots[rows]),
             bias=None if causal else _bias(seen, dtype),
             causal=causal,
         )
 
-    def _kv_slots(self, key: Tensor, seq_lens: Tensor, block_rows: Tensor) -> Tensor:
+    def _kv_slots(self, key: Tensor, seq_lens: Tensor, row_slots: Tensor) -> Tensor:
         """Masked places past a row's end read its newest key again: finite, unlike a stale page."""
         position = torch.minimum(key, (seq_lens - 1).clamp(min=0)[:, None])  # [rows, kv_len]
-        blocks = block_rows.gather(1, position // self.block_size).long()
+        blocks = self.rows.block_table[row_slots[:, None], position // self.block_size].long()
         return (blocks * self.block_size + position % self.block_size).flatten()
 
 

@@ -73,9 +73,7 @@ class InputBatch:
 class InputBuffers:
     """Owns the buffers; made once, large enough for any step."""
 
-    def __init__(
-        self, max_reqs: int, max_tokens: int, max_blocks: int, device: torch.device
-    ) -> None:
+    def __init__(self, max_reqs: int, max_tokens: int, device: torch.device) -> None:
         self.max_reqs = max_reqs
         self.max_tokens = max_tokens
         self.device = device
@@ -92,7 +90,6 @@ class InputBuffers:
             slot_mapping=zeros(max_tokens),
             context_lens=zeros(max_reqs, dtype=torch.int32),
             seq_lens=zeros(max_reqs, dtype=torch.int32),
-            block_rows=zeros(max_reqs, max_blocks, dtype=torch.int32),
             last_token_indices=zeros(max_reqs),
             samples=zeros(max_reqs, dtype=torch.int32),
             row_drafts=zeros(max_reqs),

@@ -6,11 +6,19 @@ to know how many drafts were accepted.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, token_rows
+from stoop.ops.kernels.choice import uses_kernels
+
+
+def kernels() -> Any:
+    from stoop.ops.kernels import drafting
+
+    return drafting
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,7 @@ class PrefillTensors:
 
     token_ids: Tensor  # [max_tokens] int32: the token that follows each position; dead 0
     last_token_indices: Tensor  # [max_reqs] int64: each row's last true slot; padding 0
+    room: Tensor  # [max_reqs] int64: drafts that each row may have; padding 0
 
 
 def draft_room(slots: SlotTensors, step: StepTensors, position_limit: int) -> Tensor:
@@ -27,6 +36,8 @@ def draft_room(slots: SlotTensors, step: StepTensors, position_limit: int) -> Te
     None for rows that sample nothing; no more than its request wants, than can be accepted before
     it ends, and than the drafter has positions for.
     """
+    if uses_kernels(step.row_slots):
+        return kernels().draft_room(slots, step, position_limit)
     slot = step.row_slots
     known = slots.num_tokens[slot]
     room = torch.minimum(slots.draft_limit[slot], slots.token_limit[slot] - 1 - known)
@@ -35,10 +46,18 @@ def draft_room(slots: SlotTensors, step: StepTensors, position_limit: int) -> Te
 
 
 def prepare_draft_prefill(
-    slots: SlotTensors, rows: RowTensors, step: StepTensors, out: PrefillTensors
+    slots: SlotTensors,
+    rows: RowTensors,
+    step: StepTensors,
+    out: PrefillTensors,
+    position_limit: int,
 ) -> None:
     """Ids shifted by one: known tokens follow every position but the newest, sampled ones and the
     next token of a prompt among them. Slots behind a rejected draft are dead."""
+    if uses_kernels(step.row_slots):
+        kernels().prepare_draft_prefill(slots, rows, step, out, position_limit)
+        return
+    out.room.copy_(draft_room(slots, step, position_limit))
     _, row = token_rows(rows.query_start_loc, out.token_ids.shape[0])
     slot = step.row_slots[row]
     following = step.positions + 1
@@ -65,6 +84,9 @@ def prepare_draft_decode(
     room: [max_reqs] int64; query_start_loc: [max_reqs + 1] int32, written; of `out` the rest is
     shared with `step`
     """
+    if uses_kernels(step.row_slots):
+        kernels().prepare_draft_decode(slots, rows, step, room, block_size, query_start_loc, out)
+        return
     slot, live = step.row_slots, rows.idx_mapping >= 0
     drafted = slots.num_drafts[slot]
     active = drafted < room
@@ -86,6 +108,8 @@ def commit_draft(slots: SlotTensors, step: StepTensors, room: Tensor, token_ids:
 
     token_ids: [n] int64 for the first n rows. Rows without room are numbered -1.
     """
+    if uses_kernels(token_ids):
+        return kernels().commit_draft(slots, step, room, token_ids)
     count = token_ids.shape[0]
     slot, drafted = step.row_slots[:count], slots.num_drafts[step.row_slots[:count]]
     active = drafted < room[:count]
@@ -104,6 +128,9 @@ def look_up_ngrams(
     sizes: fewest and most tokens that must repeat; count: most drafts of a row. Of several
     repetitions of one length the earliest counts.
     """
+    if uses_kernels(room):
+        kernels().look_up_ngrams(slots, step, room, sizes, count)
+        return
     least, most = sizes
     slot = step.row_slots
     history = slots.token_ids[slot].long()  # [max_reqs, max_model_len]

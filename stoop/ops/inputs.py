@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stoop.ops.kernels.choice import uses_kernels
+
 
 @dataclass(frozen=True)
 class SlotTensors:
@@ -53,11 +55,10 @@ class StepTensors:
     slot_mapping: Tensor  # [max_tokens] int64; padding -1
     context_lens: Tensor  # [max_reqs] int32: tokens before this step's; padding 0
     seq_lens: Tensor  # [max_reqs] int32: with this step's live tokens; padding 0
-    block_rows: Tensor  # [max_reqs, max_blocks] int32; padding 0, the null block
     last_token_indices: Tensor  # [max_reqs] int64: the newest known token's place; padding 0
     samples: Tensor  # [max_reqs] int32: 1 if the row reaches its newest token; padding 0
     row_drafts: Tensor  # [max_reqs] int64: drafts behind that token; padding 0
-    row_slots: Tensor  # [max_reqs] int64: `idx_mapping` with the sink for padding
+    row_slots: Tensor  # [max_reqs] int64: `idx_mapping`, the sink for padding
 
 
 # What stands past the live extent; `row_slots` has the sink there.
@@ -67,7 +68,6 @@ PADDING = {
     "slot_mapping": -1,
     "context_lens": 0,
     "seq_lens": 0,
-    "block_rows": 0,
     "last_token_indices": 0,
     "samples": 0,
     "row_drafts": 0,
@@ -76,6 +76,12 @@ TOKEN_BUFFERS = ("input_ids", "positions", "slot_mapping")  # the others have a 
 
 
 def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
+    """Phase I."""
+    if uses_kernels(out.input_ids):
+        from stoop.ops.kernels import inputs as kernels
+
+        kernels.prepare_inputs(slots, rows, out, block_size)
+        return
     starts = rows.query_start_loc.long()  # [max_reqs + 1]
     row_slot = torch.where(rows.idx_mapping < 0, slots.sink, rows.idx_mapping)  # [max_reqs]
     row_live = rows.idx_mapping >= 0
@@ -93,7 +99,6 @@ def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block
     out.samples.copy_(samples)
     out.row_drafts.copy_(torch.where(samples, seq_lens - known, 0))
     out.last_token_indices.copy_(torch.where(row_live, newest, 0))
-    out.block_rows.copy_(slots.block_table[row_slot] * row_live[:, None])
 
     # Tokens. One past its row's live part, or past the last row's end, is dead.
     token, row = token_rows(rows.query_start_loc, out.input_ids.shape[0])
@@ -123,6 +128,11 @@ def commit_tokens(
 
     sampled: [max_reqs, K + 1] int64; num_sampled: [max_reqs] int64, 0 for rows that sample nothing
     """
+    if uses_kernels(sampled):
+        from stoop.ops.kernels import inputs as kernels
+
+        kernels.commit_tokens(slots, rows, step, sampled, num_sampled)
+        return
     row_slots, width = step.row_slots, slots.token_ids.shape[1]
     place = torch.arange(sampled.shape[1], device=sampled.device)
     taken = place < num_sampled[:, None]  # [max_reqs, K + 1]

@@ -5,11 +5,20 @@ sample, and per-row parameters of shape [n]. Those named `*_` edit the logits in
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoop.ops.kernels.choice import uses_kernels
 from stoop.ops.random import Purpose, gumbel
+
+
+def kernels() -> Any:
+    from stoop.ops.kernels import sampling
+
+    return sampling
+
 
 NEVER = float("-inf")
 
@@ -126,9 +135,16 @@ def draw(
     purpose: Purpose = Purpose.SAMPLE,
 ) -> Tensor:
     """[n] int64: a draw from softmax(logits), already tempered; the argmax at temperature 0."""
+    if uses_kernels(logits):
+        return kernels().draw(logits, temperature, seeds, positions, purpose)
     noise = gumbel(seeds, positions, purpose, logits.shape[1])
     noise.mul_((temperature > 0)[:, None])
     return (logits + noise).argmax(dim=1)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """[n] int64: the likeliest token; of equals the first."""
+    return kernels().argmax(logits) if uses_kernels(logits) else logits.argmax(dim=1)
 
 
 def temper_(logits: Tensor, temperature: Tensor) -> None:
@@ -141,6 +157,8 @@ def score(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor
 
     Returns ids [n, 1 + num_best], log-probabilities of the same shape, and ranks [n] of `chosen`.
     """
+    if uses_kernels(logits):
+        return kernels().score(logits, chosen, num_best)
     num_best = min(num_best, logits.shape[1])
     logprobs = logits.log_softmax(dim=1)
     own = logprobs.gather(1, chosen[:, None])

@@ -7,6 +7,8 @@ Arguments: `drafts` [n, K] int64, `num_drafts` [n] int64.
 import torch
 from torch import Tensor
 
+from stoop.ops.inputs import SlotTensors, StepTensors
+from stoop.ops.kernels.choice import uses_kernels
 from stoop.ops.random import Purpose, gumbel, uniform
 
 
@@ -28,6 +30,43 @@ def join_tokens(drafts: Tensor, num_accepted: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(number == num_accepted[:, None], chosen, accepted)
 
 
+def drafts_of(slots: SlotTensors, step: StepTensors, count: int, width: int) -> Tensor:
+    """[count, width] int64: what stands behind the known tokens of the first rows."""
+    slot = step.row_slots[:count]
+    number = torch.arange(width, device=slot.device)
+    place = (slots.num_tokens[slot][:, None] + number).clamp(max=slots.token_ids.shape[1] - 1)
+    return slots.token_ids[slot[:, None], place].long()
+
+
+def write_verdict(
+    chosen: Tensor,
+    accepts: Tensor | None,
+    slots: SlotTensors,
+    step: StepTensors,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+) -> None:
+    """What a step yields: accepted drafts and the token behind them, over the whole extent.
+
+    chosen: [n, width] int64, width 1 if there are no drafts; accepts: [n, width - 1] bool, None to
+    accept drafts that are what was chosen in their place; written are token_ids
+    [max_reqs, K + 1] and num_tokens [max_reqs], both int64
+    """
+    if uses_kernels(chosen):
+        from stoop.ops.kernels import verdict as kernels
+
+        kernels.write_verdict(chosen, accepts, slots, step, token_ids, num_tokens)
+        return
+    count, width = chosen.shape
+    drafts = drafts_of(slots, step, count, width - 1)
+    stands = chosen[:, :-1] == drafts if accepts is None else accepts
+    num_accepted = count_accepted(stands, step.row_drafts[:count])
+    token_ids.zero_()
+    token_ids[:count, :width].copy_(join_tokens(drafts, num_accepted, chosen))
+    num_tokens.zero_()
+    num_tokens[:count].copy_((num_accepted + 1) * step.samples[:count])
+
+
 def accept_by_ratio(
     probs: Tensor, draft_probs: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
@@ -38,6 +77,30 @@ def accept_by_ratio(
     p = probs.gather(2, drafts[:, :, None]).squeeze(2)
     q = draft_probs.gather(2, drafts[:, :, None]).squeeze(2)
     return _uniforms(seeds, positions, drafts.shape[1]).to(p.dtype) * q < p
+
+
+def judge_drafts(
+    logits: Tensor,
+    draft_logits: Tensor,
+    drafts: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    slot: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """[n, K] bool, which drafts pass the ratio test, and [n, K] int64, what replaces those that do
+    not.
+
+    logits: [n, K + 1, vocab_size]; draft_logits: [slots, K, vocab_size], read at `slot` [n];
+    seeds: [n]; positions: [n] of the first draft
+    """
+    if uses_kernels(logits):
+        from stoop.ops.kernels import verification as kernels
+
+        return kernels.judge_drafts(logits, draft_logits, drafts, seeds, positions, slot)
+    probs = logits[:, :-1].softmax(dim=2)
+    draft_probs = draft_logits[slot].to(probs.dtype).softmax(dim=2)
+    accepts = accept_by_ratio(probs, draft_probs, drafts, seeds, positions)
+    return accepts, draw_residual(probs, draft_probs, seeds, positions)
 
 
 def accept_at_rate(rates: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

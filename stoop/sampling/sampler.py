@@ -9,6 +9,7 @@ from stoop.core.request import TokenRules
 from stoop.graph.descriptor import SamplingKind
 from stoop.ops import sampling as ops
 from stoop.ops.inputs import SlotTensors
+from stoop.ops.kernels.choice import uses_kernels
 from stoop.sampling.state import SamplingState
 
 
@@ -99,6 +100,9 @@ class Sampler:
 
         logits: [n, vocab_size]
         """
+        if uses_kernels(logits):
+            self._adjust_by_kernels_(logits, where, needs)
+            return
         if needs.edits_logits:
             self._edit_(logits, where, needs)
         if not needs.noise:
@@ -114,10 +118,39 @@ class Sampler:
     def draw(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> Tensor:
         """[n] int64: a token of each adjusted row; greedy rows take the likeliest."""
         if not needs.noise:
-            return logits.argmax(dim=1)
+            return ops.greedy(logits)
         # The token to come is number `num_tokens` of its request: the key of its noise.
         state, slot = self.state, where.slot
         return ops.draw(logits, state.temperature[slot], state.seeds[slot], where.num_tokens)
+
+    def _adjust_by_kernels_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
+        """The same by kernels, which read parameters and history by slot where they lie."""
+        from stoop.ops.kernels import sampling_edits as edits
+        from stoop.ops.kernels import sampling_filters as filters
+
+        state, slots, slot = self.state, self.slots, where.slot
+        history = ops.History(slots.token_ids, where.num_tokens, slots.num_prompt_tokens)
+        if needs.bias:
+            edits.add_bias_(logits, state.bias_ids, state.bias_values, state.bias_counts, slot)
+        if needs.min_tokens:
+            stops, counts = state.stop_ids, state.stop_counts
+            edits.forbid_stops_(logits, stops, counts, state.min_tokens, history, slot)
+        if needs.bad_words:
+            edits.forbid_bad_words_(logits, state.bad_words, history, slot)
+        if needs.penalties:
+            penalties = (state.repetition, state.presence, state.frequency)
+            edits.penalise_(logits, history, *penalties, slot)
+        if needs.noise and (needs.min_p or needs.filters):
+            filters.filter_(
+                logits,
+                state.temperature,
+                state.min_p if needs.min_p else None,
+                state.top_k if needs.filters else None,
+                state.top_p if needs.filters else None,
+                slot,
+            )
+        elif needs.noise:
+            filters.temper_(logits, state.temperature, slot)
 
     def _edit_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
         state, slot = self.state, where.slot

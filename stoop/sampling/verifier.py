@@ -48,39 +48,41 @@ class Verifier:
             self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def verify(
-        self, logits: Tensor, batch: InputBatch, where: Positions, needs: SamplingNeeds
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [num_reqs, width] and how many of them count [num_reqs].
+        self,
+        logits: Tensor,
+        batch: InputBatch,
+        where: Positions,
+        needs: SamplingNeeds,
+        out: Verdict,
+    ) -> None:
+        """Which drafts stand, and the token behind them, into `out`.
 
         logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 where no row has
         drafts
         """
         self.sampler.adjust_(logits, where, needs)
         chosen = self.sampler.draw(logits, where, needs).view(batch.num_reqs_padded, -1)
-        samples = batch.samples.long()
-        if chosen.shape[1] == 1:
-            return chosen, samples
-        rows = _Rows(self.sampler, batch, self.num_drafts)
-        accepts = self._accepts(chosen, rows)
-        if needs.noise and self.draft_logits is not None and self.rates is None:
-            accepts, chosen = self._by_ratio(logits, chosen, accepts, rows)
-        num_accepted = ops.count_accepted(accepts, batch.row_drafts)
-        return ops.join_tokens(rows.drafts, num_accepted, chosen), (num_accepted + 1) * samples
+        accepts: Tensor | None = None
+        if chosen.shape[1] > 1 and self.rates is not None:
+            rows = _Rows(self.sampler, batch, self.num_drafts)
+            accepts = ops.accept_at_rate(self.rates, rows.seeds, rows.num_tokens)
+        elif chosen.shape[1] > 1 and needs.noise and self.draft_logits is not None:
+            rows = _Rows(self.sampler, batch, self.num_drafts)
+            accepts, chosen = self._by_ratio(logits, chosen, rows)
+        slots = self.sampler.slots
+        ops.write_verdict(chosen, accepts, slots, batch.step, out.token_ids, out.num_tokens)
 
-    def _accepts(self, chosen: Tensor, rows: "_Rows") -> Tensor:
-        if self.rates is not None:
-            return ops.accept_at_rate(self.rates, rows.seeds, rows.num_tokens)
-        return chosen[:, :-1] == rows.drafts
-
-    def _by_ratio(
-        self, logits: Tensor, chosen: Tensor, matches: Tensor, rows: "_Rows"
-    ) -> tuple[Tensor, Tensor]:
+    def _by_ratio(self, logits: Tensor, chosen: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor]:
         """For rows at a temperature; greedy ones keep their matches."""
         assert self.draft_logits is not None
-        probs = logits.view(*chosen.shape, -1)[:, :-1].softmax(dim=2)
-        draft_probs = self.draft_logits[rows.slot].to(probs.dtype).softmax(dim=2)
-        accepts = ops.accept_by_ratio(probs, draft_probs, rows.drafts, rows.seeds, rows.num_tokens)
-        redrawn = ops.draw_residual(probs, draft_probs, rows.seeds, rows.num_tokens)
+        accepts, redrawn = ops.judge_drafts(
+            logits.view(*chosen.shape, -1),
+            self.draft_logits,
+            rows.drafts,
+            rows.seeds,
+            rows.num_tokens,
+            rows.slot,
+        )
         # A position without a draft has nothing to take off: it is drawn as in plain decoding.
         number = torch.arange(self.num_drafts, device=chosen.device)
         drafted = number < rows.num_drafts[:, None]
@@ -88,7 +90,7 @@ class Verifier:
         chosen = torch.cat(
             (torch.where(noisy & drafted, redrawn, chosen[:, :-1]), chosen[:, -1:]), dim=1
         )
-        return torch.where(noisy, accepts, matches), chosen
+        return torch.where(noisy, accepts, chosen[:, :-1] == rows.drafts), chosen
 
 
 class _Rows:
@@ -101,6 +103,4 @@ class _Rows:
         self.num_drafts = batch.row_drafts
         self.seeds = state.seeds[self.slot]
         self.temperature = state.temperature[self.slot]
-        place = self.num_tokens[:, None] + torch.arange(width, device=self.slot.device)
-        place = place.clamp(max=slots.token_ids.shape[1] - 1)
-        self.drafts = slots.token_ids[self.slot[:, None], place].long()
+        self.drafts = ops.drafts_of(slots, batch.step, batch.num_reqs_padded, width)

@@ -31,7 +31,7 @@ from stoop.models.eagle import EagleHead
 from stoop.ops import drafting as ops
 from stoop.ops.inputs import RowTensors, StepTensors
 from stoop.ops.random import Purpose
-from stoop.ops.sampling import NEVER, draw, temper_
+from stoop.ops.sampling import NEVER, draw, greedy, temper_
 from stoop.spec.base import DraftSetup, DraftStep
 from stoop.spec.graphs import (
     DecodeEagleCudaGraphManager,
@@ -63,9 +63,10 @@ class EagleSpeculator:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.prefill_inputs = ops.PrefillTensors(
-            token_ids=zeros(max_tokens, torch.int32), last_token_indices=zeros(self.max_reqs)
+            token_ids=zeros(max_tokens, torch.int32),
+            last_token_indices=zeros(self.max_reqs),
+            room=zeros(self.max_reqs),
         )
-        self.room = zeros(self.max_reqs)  # drafts that each row may have
         size = self.head.spec.decoder.hidden_size
         self.features = torch.zeros(
             self.max_reqs, size, dtype=self.setup.hidden.dtype, device=device
@@ -86,7 +87,7 @@ class EagleSpeculator:
         own = {
             "draft token_ids": prefill.token_ids,
             "draft last_token_indices": prefill.last_token_indices,
-            "draft room": self.room,
+            "draft room": prefill.room,
             "draft features": self.features,
         }
         # Derived anew for each draft decode, from lengths that have moved on.
@@ -131,15 +132,15 @@ class EagleSpeculator:
     def _prepare_eagle_inputs(self) -> None:
         """Every buffer over its whole extent, with harmless values past the live part."""
         slots, shared = self.setup.slots, self.setup.buffers
-        ops.prepare_draft_prefill(slots, shared.rows, shared.step, self.prefill_inputs)
-        self.room.copy_(ops.draft_room(slots, shared.step, self.position_limit))
+        inputs, limit = self.prefill_inputs, self.position_limit
+        ops.prepare_draft_prefill(slots, shared.rows, shared.step, inputs, limit)
 
     def _prepare_decode_inputs(self) -> None:
         ops.prepare_draft_decode(
             self.setup.slots,
             self.rows,
             self.setup.buffers.step,
-            self.room,
+            self.prefill_inputs.room,
             self.setup.config.cache.block_size,
             self.rows.query_start_loc,
             self.step,
@@ -156,8 +157,10 @@ class EagleSpeculator:
         if noise and self.setup.draft_logits is not None:
             self._draw_draft(logits, self.setup.draft_logits)
         else:
-            token_ids = self.head.target_ids(logits.argmax(dim=1))
-            ops.commit_draft(self.setup.slots, self.setup.buffers.step, self.room, token_ids)
+            token_ids = self.head.target_ids(greedy(logits))
+            ops.commit_draft(
+                self.setup.slots, self.setup.buffers.step, self.prefill_inputs.room, token_ids
+            )
 
     def _draw_draft(self, logits: Tensor, cache: Tensor) -> None:
         """Draw from what is cached, to the bit: temperature alone shapes it."""
@@ -170,7 +173,9 @@ class EagleSpeculator:
         temper_(full, temperature)
         place = slots.num_tokens[slot] + slots.num_drafts[slot]
         token_ids = draw(full, temperature, sampling.seeds[slot], place, Purpose.DRAFT)
-        number = ops.commit_draft(slots, self.setup.buffers.step, self.room, token_ids)
+        number = ops.commit_draft(
+            slots, self.setup.buffers.step, self.prefill_inputs.room, token_ids
+        )
         cache[torch.where(number < 0, slots.sink, slot), number.clamp(min=0)] = full
 
     # ---- a step ----

@@ -82,7 +82,7 @@ class ModelRunner:
         self.sampling_state = SamplingState.make(num_slots, device)
         sampler = Sampler(self.sampling_state, self.state.tensors)
         self.verifier = Verifier(sampler, config.spec, config.model.vocab_size)
-        self.buffers = InputBuffers(num_slots, max_tokens, self.state.max_blocks, device)
+        self.buffers = InputBuffers(num_slots, max_tokens, device)
         self.staged = StagedWrites(device)
         # What phases hand over to each other.
         dtype, size = getattr(torch, config.device.dtype), config.model.hidden_size
@@ -217,11 +217,7 @@ class ModelRunner:
         where = Positions(slot, known + behind.flatten(), max_seq_len)
         tokens = (batch.last_token_indices[:, None] + behind).flatten()
         logits = self.model.logits(self.hidden[: batch.num_tokens_padded][tokens])
-        token_ids, num_tokens = self.verifier.verify(logits, batch, where, needs)
-        self.verdict.token_ids.zero_()
-        self.verdict.token_ids[: batch.num_reqs_padded, :width].copy_(token_ids)
-        self.verdict.num_tokens.zero_()
-        self.verdict.num_tokens[: batch.num_reqs_padded].copy_(num_tokens)
+        self.verifier.verify(logits, batch, where, needs, self.verdict)
 
     def update(self) -> None:
         """U: counters and token history, on the device."""

@@ -135,10 +135,10 @@ def bake_the_plan(patch: Patch) -> None:
 
 
 def _python_plan(*args: Any) -> None:
-    _, context_lens, seq_lens, block_rows, _, dtype, window, handle = args
+    _, context_lens, seq_lens, row_slots, table, _, dtype, window, handle = args
     owner = reference._BACKENDS[handle]
     lengths = reference.Lengths(np.array([1]), np.array([0]), np.array([1]))
-    rows = reference.RowState(context_lens, seq_lens, block_rows)
+    rows = reference.RowState(context_lens, seq_lens, row_slots, table)
     planner = reference._Planner(lengths, rows, owner.block_size, window)
     owner.plans[window] = planner.tiles(dtype)
 

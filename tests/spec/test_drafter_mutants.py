@@ -131,7 +131,7 @@ def leave_unpadded(name: str, group: str) -> Callable[[Patch], None]:
         prepare = getattr(drafting, function)
 
         def unpadded(slots: Any, rows: Any, step: Any, *rest: Any) -> None:
-            out = rest[-2] if name == "query_start_loc" else getattr(rest[-1], name)
+            out = rest[-2] if name == "query_start_loc" else getattr(_output(group, rest), name)
             before = out.clone()
             prepare(slots, rows, step, *rest)
             live = _live(name, group, rows, step)
@@ -141,6 +141,10 @@ def leave_unpadded(name: str, group: str) -> Callable[[Patch], None]:
         patch.setattr(drafting, function, unpadded)
 
     return apply
+
+
+def _output(group: str, rest: tuple[Any, ...]) -> Any:
+    return rest[0] if group == "prefill" else rest[-1]
 
 
 def _live(name: str, group: str, rows: Any, step: Any) -> torch.Tensor:
@@ -262,8 +266,8 @@ def do_not_shift_the_ids(patch: Patch) -> None:
     """Each slot gets its own token instead of the one that follows."""
     prepare = drafting.prepare_draft_prefill
 
-    def unshifted(slots: Any, rows: Any, step: Any, out: Any) -> None:
-        prepare(slots, rows, step, out)
+    def unshifted(slots: Any, rows: Any, step: Any, out: Any, limit: int) -> None:
+        prepare(slots, rows, step, out, limit)
         out.token_ids.copy_(step.input_ids)
 
     patch.setattr(drafting, "prepare_draft_prefill", unshifted)
@@ -273,8 +277,8 @@ def forget_the_next_prompt_token(patch: Patch) -> None:
     """A chunk's last slot gets no token, as if the prompt ended there."""
     prepare = drafting.prepare_draft_prefill
 
-    def forgetful(slots: Any, rows: Any, step: Any, out: Any) -> None:
-        prepare(slots, rows, step, out)
+    def forgetful(slots: Any, rows: Any, step: Any, out: Any, limit: int) -> None:
+        prepare(slots, rows, step, out, limit)
         ends = rows.query_start_loc[1:].long() - 1
         chunk = (rows.idx_mapping >= 0) & (step.samples == 0)
         where = torch.where(chunk, ends, out.token_ids.shape[0] - 1)
@@ -287,8 +291,8 @@ def draft_behind_rejected_tokens(patch: Patch) -> None:
     """The last slot of a row, rejected or not, gives the first draft."""
     prepare = drafting.prepare_draft_prefill
 
-    def careless(slots: Any, rows: Any, step: Any, out: Any) -> None:
-        prepare(slots, rows, step, out)
+    def careless(slots: Any, rows: Any, step: Any, out: Any, limit: int) -> None:
+        prepare(slots, rows, step, out, limit)
         last = rows.query_start_loc[:-1] + step.seq_lens - step.context_lens - 1
         out.last_token_indices.copy_(torch.where(step.samples > 0, last, 0))
 

@@ -116,7 +116,7 @@ def poison(group: Any) -> None:
 
 
 def poisoned_buffers() -> InputBuffers:
-    buffers = InputBuffers(SLOTS, MAX_TOKENS, MAX_BLOCKS, CPU)
+    buffers = InputBuffers(SLOTS, MAX_TOKENS, CPU)
     poison(buffers.rows)
     poison(buffers.step)
     return buffers

@@ -137,6 +137,7 @@ def poisoned_prefill() -> PrefillTensors:
     return PrefillTensors(
         token_ids=torch.full((MAX_TOKENS,), POISON, dtype=torch.int32),
         last_token_indices=torch.full((SLOTS,), POISON),
+        room=torch.full((SLOTS,), POISON),
     )
 
 
@@ -157,7 +158,8 @@ def test_draft_prefill_equals_the_slow_twin(seed: int) -> None:
             token += 1
     before, then = untouched(step), Snapshot.of(step.slots)
     out = poisoned_prefill()
-    prepare_draft_prefill(step.slots, step.buffers.rows, step.buffers.step, out)
+    prepare_draft_prefill(step.slots, step.buffers.rows, step.buffers.step, out, 40)
+    assert torch.equal(out.room, draft_room(step.slots, step.buffers.step, 40))
     assert out.token_ids.tolist() == token_ids
     assert out.last_token_indices.tolist() == last
     check_untouched(step, before)
@@ -174,7 +176,7 @@ def test_draft_prefill_of_one_row_of_each_kind() -> None:
     sampled = torch.tensor([[71, 72, 0, 0], [0] * 4, [81, 0, 0, 0], [0] * 4, [0] * 4])
     commit_tokens(slots, buffers.rows, buffers.step, sampled, torch.tensor([2, 0, 1, 0, 0]))
     out = poisoned_prefill()
-    prepare_draft_prefill(slots, buffers.rows, buffers.step, out)
+    prepare_draft_prefill(slots, buffers.rows, buffers.step, out, 40)
     chunk, prompt = slots.token_ids[1].tolist(), slots.token_ids[2].tolist()
     expected = [71, 72, 0, 0, *chunk[5:8], prompt[3], prompt[4], 81]
     assert out.token_ids.tolist() == expected + [0] * (MAX_TOKENS - 10)

@@ -39,7 +39,6 @@ def expected_step(slots: SlotTensors, rows: list[Row]) -> dict[str, list]:
         "slot_mapping": [-1] * MAX_TOKENS,
         "context_lens": [0] * SLOTS,
         "seq_lens": [0] * SLOTS,
-        "block_rows": [[0] * MAX_BLOCKS for _ in range(SLOTS)],
         "last_token_indices": [0] * SLOTS,
         "samples": [0] * SLOTS,
         "row_drafts": [0] * SLOTS,
@@ -50,7 +49,6 @@ def expected_step(slots: SlotTensors, rows: list[Row]) -> dict[str, list]:
         table = slots.block_table[row.slot].tolist()
         end = row.num_known + row.num_drafts
         out["row_slots"][index] = row.slot
-        out["block_rows"][index] = table
         out["context_lens"][index] = out["seq_lens"][index] = row.num_computed
         for position in range(row.num_computed, row.num_computed + row.num_tokens):
             if position < end:  # else dead, and as padding
@@ -158,7 +156,7 @@ def test_nothing_of_a_large_step_remains_after_a_small_one() -> None:
     rng = random.Random(0)
     large = [Row(slot, 3, 6, 7, 2) for slot in range(SLOTS)]
     small = [Row(2, 9, 1, 10)]
-    buffers = InputBuffers(SLOTS, MAX_TOKENS, MAX_BLOCKS, CPU)
+    buffers = InputBuffers(SLOTS, MAX_TOKENS, CPU)
     for rows in (large, small):
         state = random_state(rng, rows)
         buffers.load_rows(planned(rows))
@@ -167,7 +165,7 @@ def test_nothing_of_a_large_step_remains_after_a_small_one() -> None:
 
 
 def test_buffers_keep_their_addresses() -> None:
-    buffers = InputBuffers(SLOTS, MAX_TOKENS, MAX_BLOCKS, CPU)
+    buffers = InputBuffers(SLOTS, MAX_TOKENS, CPU)
     tensors = [getattr(g, f.name) for g in (buffers.rows, buffers.step) for f in fields(g)]
     before = [t.data_ptr() for t in tensors]
     rows = [Row(1, 0, 5, 5)]
@@ -177,7 +175,7 @@ def test_buffers_keep_their_addresses() -> None:
 
 
 def test_too_many_tokens_are_refused() -> None:
-    buffers = InputBuffers(SLOTS, 4, MAX_BLOCKS, CPU)
+    buffers = InputBuffers(SLOTS, 4, CPU)
     with pytest.raises(AssertionError):
         buffers.load_rows(planned([Row(0, 0, 5, 5)]))
 

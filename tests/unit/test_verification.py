@@ -244,14 +244,16 @@ class Rig:
         n = len(self.rules)
         slots = self.state.tensors
         slots.num_drafts[:n] = self.num_drafts
-        buffers = InputBuffers(n, n * (K + 1), self.state.max_blocks, CPU)
+        buffers = InputBuffers(n, n * (K + 1), CPU)
         batch = buffers.load_rows([self._row(slot) for slot in range(n)])
         buffers.fill(slots, 4)
         behind = torch.minimum(torch.arange(K + 1), batch.row_drafts[:, None])
         slot = batch.row_slots.repeat_interleave(K + 1)
         where = Positions(slot, slots.num_tokens[slot] + behind.flatten(), 8)
         every = logits[behind].flatten(0, 1).clone()
-        return self.verifier.verify(every, batch, where, self.needs)
+        out = Verdict.make(n, K + 1, CPU)
+        self.verifier.verify(every, batch, where, self.needs, out)
+        return out.token_ids, out.num_tokens
 
     def _row(self, slot: int) -> PlannedRow:
         return PlannedRow(
@@ -375,12 +377,14 @@ def test_rows_that_sample_nothing_yield_nothing() -> None:
 
 def test_a_batch_without_drafts_has_one_position_a_row() -> None:
     rig = Rig([GREEDY] * 2, torch.tensor([[4, 1], [4, 1]]))
-    buffers = InputBuffers(2, 6, rig.state.max_blocks, CPU)
+    buffers = InputBuffers(2, 6, CPU)
     batch: InputBatch = buffers.load_rows([rig._row(0), rig._row(1)])
     buffers.fill(rig.state.tensors, 4)
     where = Positions(batch.row_slots, rig.state.tensors.num_tokens[:2], 8)
-    tokens, counts = rig.verifier.verify(LOGITS[:2].clone(), batch, where, rig.needs)
-    assert (tokens.tolist(), counts.tolist()) == ([[4], [1]], [1, 1])
+    out = Verdict(torch.full((3, K + 1), 7), torch.full((3,), 7))  # stale, and larger
+    rig.verifier.verify(LOGITS[:2].clone(), batch, where, rig.needs, out)
+    assert out.token_ids.tolist() == [[4, 0, 0], [1, 0, 0], [0, 0, 0]]
+    assert out.num_tokens.tolist() == [1, 1, 0]
 
 
 def test_verdict_starts_empty() -> None:

@@ -1,0 +1,290 @@
+"""Argmax, the draw and scores. The vocabulary is split over programs; a second kernel reduces.
+
+Candidates travel as one int64: the score's order-preserving key above, the place below, reversed,
+so that the larger of two is the better one, and of equal scores the one that stands first. Parts
+have one size whatever the batch is, so a row's outcome never depends on other rows.
+
+With `slot` ([n] int64), parameters of a row are those of its slot.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoop.ops.kernels.random import gumbel_block
+from stoop.ops.library import register
+from stoop.ops.random import Purpose
+
+PART = 4096  # tokens a program
+
+
+@triton.jit
+def float_key(x):
+    """int32 in the order of float32; NaN above all; equal floats have equal keys."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def pack(score, place):
+    """int64, larger for better scores, then for earlier places."""
+    return (float_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit
+def unpack_place(packed):
+    return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
+
+
+@triton.jit
+def row_parameter(row, slot_ptr):
+    """Where a row's parameters stand: at its slot, or in its own place."""
+    return tl.load(slot_ptr + row) if slot_ptr is not None else row
+
+
+@triton.jit
+def load_part(ptr, start, size, PART: tl.constexpr, other):
+    """Columns and values in float32."""
+    column = start + tl.arange(0, PART)
+    return column, tl.load(ptr + column, mask=column < size, other=other).to(tl.float32)
+
+
+@triton.jit
+def _candidates_kernel(
+    logits_ptr,
+    slot_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    packed_ptr,
+    stride,
+    size,
+    num_parts,
+    PURPOSE: tl.constexpr,  # -1: no noise for any row
+    TEMPERS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, x = load_part(logits_ptr + row * stride, part * PART, size, PART, 0.0)
+    if PURPOSE >= 0:
+        own = row_parameter(row, slot_ptr)
+        temperature = tl.load(temperature_ptr + own)
+        if temperature > 0:
+            if TEMPERS:
+                x = tl.div_rn(x, temperature + tl.zeros_like(x))
+            seed, position = tl.load(seeds_ptr + own), tl.load(positions_ptr + row)
+            x += gumbel_block(seed, position, part * PART, PURPOSE, PART)
+    packed = tl.where(column < size, pack(x, column), -0x8000000000000000)
+    tl.store(packed_ptr + row * num_parts + part, tl.max(packed, axis=0))
+
+
+@triton.jit
+def _best_kernel(packed_ptr, out_ptr, num_parts, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, WIDTH)
+    packed = tl.load(
+        packed_ptr + row * num_parts + part, mask=part < num_parts, other=-0x8000000000000000
+    )
+    tl.store(out_ptr + row, unpack_place(tl.max(packed, axis=0)))
+
+
+def num_parts(vocab_size: int) -> int:
+    return triton.cdiv(vocab_size, PART)
+
+
+def width(parts: int) -> int:
+    return triton.next_power_of_2(parts)
+
+
+@register("argmax_(Tensor logits, Tensor(a!) packed, Tensor(b!) out) -> ()")
+def argmax_(logits: Tensor, packed: Tensor, out: Tensor) -> None:
+    """logits: [n, vocab_size]; packed: [n, num_parts] int64, scratch; out: [n] int64"""
+    _reduce(logits, None, None, packed, out, -1, False)
+
+
+@register(
+    "draw_(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor? slot, "
+    "int purpose, bool tempers, Tensor(a!) packed, Tensor(b!) out) -> ()"
+)
+def draw_(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    slot: Tensor | None,
+    purpose: int,
+    tempers: bool,
+    packed: Tensor,
+    out: Tensor,
+) -> None:
+    _reduce(logits, slot, (temperature, seeds, positions), packed, out, purpose, tempers)
+
+
+def _reduce(
+    logits: Tensor,
+    slot: Tensor | None,
+    noise: tuple[Tensor, Tensor, Tensor] | None,
+    packed: Tensor,
+    out: Tensor,
+    purpose: int,
+    tempers: bool,
+) -> None:
+    n, parts = packed.shape
+    temperature, seeds, positions = noise or (None, None, None)
+    _candidates_kernel[(n, parts)](
+        logits, slot, temperature, seeds, positions, packed,
+        logits.stride(0), logits.shape[1], parts,
+        PURPOSE=purpose, TEMPERS=tempers, PART=PART, num_warps=8,
+    )  # fmt: skip
+    _best_kernel[(n,)](packed, out, parts, WIDTH=width(parts), num_warps=1)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """[n] int64: as torch's, the first of equal ones; the first NaN if there is one."""
+    packed, out = _buffers(logits)
+    argmax_(logits, packed, out)
+    return out
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    purpose: Purpose = Purpose.SAMPLE,
+    slot: Tensor | None = None,
+    tempers: bool = False,
+) -> Tensor:
+    """[n] int64: a draw from softmax(logits); the argmax at temperature 0.
+
+    positions: [n], always by row
+    tempers: divide by the temperature here; otherwise the logits are tempered already
+    """
+    packed, out = _buffers(logits)
+    draw_(logits, temperature, seeds, positions, slot, int(purpose), tempers, packed, out)
+    return out
+
+
+def _buffers(logits: Tensor) -> tuple[Tensor, Tensor]:
+    assert logits.stride(1) == 1
+    n, vocab_size = logits.shape
+    packed = torch.empty(n, num_parts(vocab_size), dtype=torch.int64, device=logits.device)
+    return packed, torch.empty(n, dtype=torch.int64, device=logits.device)
+
+
+@triton.jit
+def softmax_part(x):
+    """The largest of a part, and the sum of exponentials above it; (-inf, 0) if all are -inf."""
+    best = tl.max(x, axis=0)
+    return best, tl.sum(tl.exp(x - tl.where(best == float("-inf"), 0.0, best)), axis=0)
+
+
+@triton.jit
+def softmax_whole(best_ptr, total_ptr, num_parts, WIDTH: tl.constexpr):
+    """The same of a whole row, from its parts."""
+    part = tl.arange(0, WIDTH)
+    live = part < num_parts
+    bests = tl.load(best_ptr + part, mask=live, other=float("-inf"))
+    totals = tl.load(total_ptr + part, mask=live, other=0.0)
+    best = tl.max(bests, axis=0)
+    return best, tl.sum(totals * tl.exp(bests - tl.where(best == float("-inf"), 0.0, best)), axis=0)
+
+
+@triton.jit
+def _score_parts_kernel(
+    logits_ptr,
+    chosen_ptr,
+    best_ptr,
+    total_ptr,
+    above_ptr,
+    stride,
+    size,
+    num_parts,
+    PART: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits_ptr += row * stride
+    own = tl.load(logits_ptr + tl.load(chosen_ptr + row)).to(tl.float32)
+    _, x = load_part(logits_ptr, part * PART, size, PART, float("-inf"))
+    best, total = softmax_part(x)
+    place = row * num_parts + part
+    tl.store(best_ptr + place, best)
+    tl.store(total_ptr + place, total)
+    tl.store(above_ptr + place, tl.sum((x > own).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _score_kernel(
+    logits_ptr,
+    chosen_ptr,
+    best_ptr,
+    total_ptr,
+    above_ptr,
+    scale_ptr,
+    own_ptr,
+    rank_ptr,
+    stride,
+    num_parts,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = row * num_parts
+    best, total = softmax_whole(best_ptr + place, total_ptr + place, num_parts, WIDTH)
+    scale = tl.log(total)
+    own = tl.load(logits_ptr + row * stride + tl.load(chosen_ptr + row)).to(tl.float32)
+    tl.store(scale_ptr + 2 * row, best)
+    tl.store(scale_ptr + 2 * row + 1, scale)
+    tl.store(own_ptr + row, own - best - scale)
+    part = tl.arange(0, WIDTH)
+    above = tl.load(above_ptr + place + part, mask=part < num_parts, other=0)
+    tl.store(rank_ptr + row, tl.sum(above, axis=0).to(tl.int64) + 1)
+
+
+@register(
+    "score_(Tensor logits, Tensor chosen, Tensor(a!) bests, Tensor(b!) totals, Tensor(c!) aboves, "
+    "Tensor(d!) scale, Tensor(e!) own, Tensor(f!) rank) -> ()"
+)
+def score_(
+    logits: Tensor,
+    chosen: Tensor,
+    bests: Tensor,
+    totals: Tensor,
+    aboves: Tensor,
+    scale: Tensor,
+    own: Tensor,
+    rank: Tensor,
+) -> None:
+    """bests, totals, aboves: [n, num_parts], scratch
+
+    scale: [n, 2] float32: what to take off a logit, in turn, for its log-probability
+    own: [n] float32, rank: [n] int64
+    """
+    n, parts = bests.shape
+    stride = logits.stride(0)
+    _score_parts_kernel[(n, parts)](
+        logits, chosen, bests, totals, aboves, stride, logits.shape[1], parts,
+        PART=PART, num_warps=8,
+    )  # fmt: skip
+    _score_kernel[(n,)](
+        logits, chosen, bests, totals, aboves, scale, own, rank, stride, parts,
+        WIDTH=width(parts), num_warps=1,
+    )  # fmt: skip
+
+
+def score(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the chosen token and of the best ones.
+
+    Returns ids [n, 1 + num_best], log-probabilities of the same shape, and ranks [n] of `chosen`.
+    """
+    assert logits.stride(1) == 1
+    n, vocab_size = logits.shape
+    shape = (n, num_parts(vocab_size))
+    own = torch.empty(n, dtype=torch.float32, device=logits.device)
+    bests, totals = (own.new_empty(shape) for _ in range(2))
+    aboves, rank = own.new_empty(shape, dtype=torch.int32), own.new_empty(n, dtype=torch.int64)
+    scale = own.new_empty(n, 2)
+    score_(logits, chosen.contiguous(), bests, totals, aboves, scale, own, rank)
+    best, best_ids = logits.topk(min(num_best, vocab_size), dim=1)
+    logprobs = best.float() - scale[:, :1] - scale[:, 1:]
+    return torch.cat((chosen[:, None], best_ids), 1), torch.cat((own[:, None], logprobs), 1), rank

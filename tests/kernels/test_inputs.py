@@ -1,0 +1,298 @@
+"""Inputs and commits against torch, over random slot state and poisoned buffers.
+
+Random steps, and how two of them are compared, serve the tests of drafting and verification too.
+"""
+
+import copy
+import random
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.compiling import compile_launches
+from stoop.ops import inputs as reference
+from stoop.ops.inputs import PADDING, TOKEN_BUFFERS, RowTensors, SlotTensors, StepTensors
+
+SEEDS = pytest.mark.parametrize("seed", range(30))
+BLOCK = 4  # tokens of a KV block
+POISON = 77
+INT32 = ("token_ids", "block_table", "query_start_loc", "input_ids", "samples")
+INT32 += ("context_lens", "seq_lens")
+
+
+@dataclass
+class Case:
+    """A step: its slots, the rows that the host wrote, and buffers."""
+
+    slots: SlotTensors
+    rows: RowTensors
+    step: StepTensors
+    num_live: int  # rows
+    num_drafts: int  # K
+
+    def copy(self) -> "Case":
+        return copy.deepcopy(self)
+
+    @property
+    def max_reqs(self) -> int:
+        return self.rows.idx_mapping.shape[0]
+
+    @property
+    def max_tokens(self) -> int:
+        return self.step.input_ids.shape[0]
+
+    @property
+    def max_len(self) -> int:
+        return self.slots.token_ids.shape[1]
+
+
+def make_case(max_reqs: int, max_tokens: int, max_len: int, num_drafts: int = 3) -> Case:
+    """All padding; buffers are poisoned."""
+    max_blocks = -(-max_len // BLOCK)
+    slots = max_reqs + 2  # a slot may be free while all rows are taken
+    shapes = {"token_ids": (slots, max_len), "block_table": (slots, max_blocks)}
+    shapes |= {"query_start_loc": (max_reqs + 1,)}
+    shapes |= dict.fromkeys(TOKEN_BUFFERS, (max_tokens,))
+
+    def make(kind: Any, value: int, size: int) -> Any:
+        def full(name: str) -> Tensor:
+            dtype = torch.int32 if name in INT32 else torch.int64
+            return torch.full(shapes.get(name, (size,)), value, dtype=dtype)
+
+        return kind(**{field.name: full(field.name) for field in fields(kind)})
+
+    rows: RowTensors = make(RowTensors, 0, max_reqs)
+    rows.idx_mapping.fill_(-1)
+    step = make(StepTensors, POISON, max_reqs)
+    return Case(make(SlotTensors, 0, slots), rows, step, 0, num_drafts)
+
+
+def random_case(rng: random.Random) -> Case:
+    """Decodes with drafts and dead tokens, prompts, chunks, rows at the model's limit.
+
+    Every slot is full of what former holders may have left.
+    """
+    max_reqs, max_tokens = rng.choice(((1, 7), (4, 40), (5, 40), (6, 40), (6, 150), (40, 170)))
+    case = make_case(max_reqs, max_tokens, max_len=23, num_drafts=rng.choice((1, 3, 8)))
+    slots = case.slots
+    torch.manual_seed(rng.randrange(2**31))
+    for field in fields(slots):
+        high = 1000 if field.name in ("token_ids", "block_table") else case.max_len
+        getattr(slots, field.name).random_(0, high)
+    for counter in (slots.num_tokens, slots.num_computed, slots.num_drafts):
+        counter[-1] = 0  # the sink's
+    used = rng.sample(range(slots.sink), rng.randint(0, max_reqs))
+    start = 0
+    for row, slot in enumerate(used):
+        start += _fill_row(rng, case, slot, max_tokens - start)
+        case.rows.idx_mapping[row] = slot
+        case.rows.query_start_loc[row + 1 :] = start
+    case.num_live = len(used)
+    return case
+
+
+def _fill_row(rng: random.Random, case: Case, slot: int, budget: int) -> int:
+    """Returns the number of query tokens; now and then none."""
+    slots, limit = case.slots, case.max_len - 1
+    known = rng.choice((rng.randint(1, limit), limit, 1))
+    drafts = rng.randint(0, min(case.num_drafts, limit - known))
+    if rng.random() < 0.5:
+        computed, count = known - 1, case.num_drafts + 1
+    else:
+        computed = rng.randint(0, known - 1)
+        left = known - computed
+        most = left + drafts + case.num_drafts
+        count = rng.choice((1, left, left + rng.randint(0, drafts), rng.randint(0, most)))
+    slots.num_tokens[slot], slots.num_computed[slot] = known, computed
+    slots.num_drafts[slot] = drafts
+    slots.draft_limit[slot] = rng.randint(0, case.num_drafts)
+    slots.token_limit[slot] = rng.randint(known + drafts + 1, case.max_len)
+    return min(count, budget)
+
+
+def random_verdict(rng: random.Random, case: Case) -> tuple[Tensor, Tensor]:
+    """What a step may yield, with garbage where nobody may look. The step has its inputs."""
+    sampled = torch.randint(10**9, 2**40, (case.max_reqs, case.num_drafts + 1))
+    counts = torch.zeros(case.max_reqs, dtype=torch.int64)
+    for row in range(case.num_live):
+        if case.step.samples[row]:
+            counts[row] = rng.randint(1, int(case.step.row_drafts[row]) + 1)
+            for place in range(int(counts[row])):
+                sampled[row, place] = rng.randint(1000, 2000)
+    return sampled, counts
+
+
+def prepared_case(rng: random.Random) -> Case:
+    """Phase I has run."""
+    case = random_case(rng)
+    reference.prepare_inputs(case.slots, case.rows, case.step, BLOCK)
+    return case
+
+
+def verified_case(rng: random.Random) -> Case:
+    """Phases I to U have run."""
+    case = prepared_case(rng)
+    reference.commit_tokens(case.slots, case.rows, case.step, *random_verdict(rng, case))
+    return case
+
+
+def check_equal(ours: Any, theirs: Any, skip: tuple[str, ...] = ()) -> None:
+    """Two groups of tensors, to the last element."""
+    for field in fields(ours):
+        if field.name not in skip:
+            mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+            assert mine.dtype == other.dtype and torch.equal(mine, other), field.name
+
+
+def check_slots(ours: Case, theirs: Case, before: Case) -> None:
+    """As the reference leaves them, but that kernels leave the sink as it was."""
+    assert torch.equal(ours.slots.token_ids[:-1], theirs.slots.token_ids[:-1])
+    assert torch.equal(ours.slots.token_ids[-1], before.slots.token_ids[-1])
+    check_equal(ours.slots, theirs.slots, skip=("token_ids",))
+
+
+@pytest.fixture(autouse=True)
+def _references_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else, under the interpreter, they would be the kernels that they are compared with."""
+    monkeypatch.setattr("stoop.ops.kernels.choice.interpreted", lambda: False)
+
+
+# ---- under the interpreter ----
+
+
+@pytest.mark.interpreted
+@SEEDS
+def test_inputs_equal_torch(seed: int) -> None:
+    from stoop.ops.kernels import inputs as kernels
+
+    ours = random_case(random.Random(seed))
+    theirs = ours.copy()
+    reference.prepare_inputs(theirs.slots, theirs.rows, theirs.step, BLOCK)
+    kernels.prepare_inputs(ours.slots, ours.rows, ours.step, BLOCK)
+    check_equal(ours.step, theirs.step)
+    check_equal(ours.slots, theirs.slots)
+    check_equal(ours.rows, theirs.rows)
+
+
+@pytest.mark.interpreted
+def test_padding_alone_is_harmless() -> None:
+    from stoop.ops.kernels import inputs as kernels
+
+    case = make_case(5, 40, 23)
+    case.slots.token_ids.fill_(5)
+    before = case.copy()
+    kernels.prepare_inputs(case.slots, case.rows, case.step, BLOCK)
+    for name, harmless in PADDING.items():
+        if name != "block_rows":
+            assert bool((getattr(case.step, name) == harmless).all()), name
+    assert bool((case.step.row_slots == case.slots.sink).all())
+    sampled = torch.full((5, 4), 9)
+    # Not even a count that should not be there reaches the sink.
+    kernels.commit_tokens(case.slots, case.rows, case.step, sampled, torch.full((5,), 2))
+    check_equal(case.slots, before.slots)
+
+
+@pytest.mark.interpreted
+@SEEDS
+def test_commit_equals_torch(seed: int) -> None:
+    from stoop.ops.kernels import inputs as kernels
+
+    rng = random.Random(seed)
+    ours = prepared_case(rng)
+    theirs, before = ours.copy(), ours.copy()
+    sampled, counts = random_verdict(rng, ours)
+    reference.commit_tokens(theirs.slots, theirs.rows, theirs.step, sampled, counts)
+    kernels.commit_tokens(ours.slots, ours.rows, ours.step, sampled.clone(), counts.clone())
+    check_slots(ours, theirs, before)
+    check_equal(ours.step, before.step)
+    check_equal(ours.rows, before.rows)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_tokens_equal_torch(seed: int) -> None:
+    """Any numbers of rows and tokens, empty rows at every place."""
+    from stoop.ops.kernels import inputs as kernels
+
+    rng = random.Random(seed)
+    case = make_case(rng.choice((1, 2, 3, 7, 8, 9, 33)), 64, 23)
+    start = 0
+    for row in range(case.max_reqs):
+        case.rows.idx_mapping[row] = row
+        start += min(rng.choice((0, 0, 1, 3)), case.max_tokens - start)
+        case.rows.query_start_loc[row + 1 :] = start
+        case.slots.num_tokens[row] = case.max_len
+        case.slots.num_computed[row] = rng.randint(0, case.max_len)
+    other = case.copy()
+    kernels.prepare_inputs(case.slots, case.rows, case.step, BLOCK)
+    reference.prepare_inputs(other.slots, other.rows, other.step, BLOCK)
+    check_equal(case.step, other.step)
+
+
+@pytest.mark.interpreted
+def test_places_beyond_32_bits() -> None:
+    """Slots so far apart that a token's place is no int32; memory in between is never touched."""
+    from stoop.ops.kernels import inputs as kernels
+
+    case = make_case(2, 8, 23)
+    apart = 2**31 // 2 + 3
+    size, stride = case.slots.token_ids.shape, (apart, 1)
+    try:
+        vast = torch.empty(apart * size[0], dtype=torch.int32).as_strided(size, stride)
+    except RuntimeError:
+        pytest.skip("this machine hands out no more memory than it has")
+    vast.copy_(torch.arange(vast.numel()).view(size))
+    slots = replace(case.slots, token_ids=vast)
+    case.rows.idx_mapping[0], case.rows.query_start_loc[1:] = 2, 4
+    slots.num_tokens[2], slots.num_computed[2] = 10, 6
+    kernels.prepare_inputs(slots, case.rows, case.step, BLOCK)
+    first = 2 * case.max_len + 6
+    assert case.step.input_ids.tolist() == [*range(first, first + 4), 0, 0, 0, 0]
+    sampled, counts = torch.tensor([[5, 6], [0, 0]]), torch.tensor([2, 0])
+    kernels.commit_tokens(slots, case.rows, case.step, sampled, counts)
+    assert vast[2, 9:13].tolist() == [first + 3, 5, 6, first + 6]
+
+
+def test_random_cases_reach_every_kind() -> None:
+    """What kernels are held against: dead tokens, drafts, chunks, padding, the last position."""
+    dead = drafted = chunks = padded = full = empty = 0
+    for seed in range(30):
+        case = prepared_case(random.Random(seed))
+        live, step = case.num_live, case.step
+        lengths = case.rows.query_start_loc.diff()[:live]
+        dead += int((lengths > (step.seq_lens - step.context_lens)[:live]).sum())
+        drafted += int((step.row_drafts > 0).sum())
+        chunks += int((step.samples[:live] == 0).sum())
+        padded += live < case.max_reqs
+        empty += live == 0
+        full += int((step.seq_lens == case.max_len - 1).sum())
+    assert min(dead, drafted, chunks, padded, full) > 10 and empty
+
+
+# ---- for an H200 ----
+
+
+def engine_case(num_drafts: int) -> Case:
+    return make_case(256, 2048, 8192, num_drafts)
+
+
+def check_compiled(found: list[Any], count: int) -> None:
+    assert len(found) == count
+    for compiled in found:
+        print(compiled)
+        assert compiled.spilled == 0 and compiled.registers <= 128
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 8, 16])
+def test_inputs_compile_for_an_h200(num_drafts: int) -> None:
+    from stoop.ops.kernels import inputs as kernels
+
+    case = engine_case(num_drafts)
+    sampled = torch.zeros(case.max_reqs, num_drafts + 1, dtype=torch.int64)
+    with compile_launches() as found:
+        kernels.prepare_inputs(case.slots, case.rows, case.step, 16)
+        kernels.commit_tokens(case.slots, case.rows, case.step, sampled, sampled[:, 0].clone())
+    check_compiled(found, 2)

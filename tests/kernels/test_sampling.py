@@ -1,0 +1,418 @@
+"""Noise, edits, filters, draws, scores and the judgement of drafts against torch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.compiling import MAX_SHARED, compile_launches
+from stoop.ops import random as random_reference
+from stoop.ops import sampling as reference
+from stoop.ops import verification as verification_reference
+from stoop.ops.random import Purpose
+from stoop.ops.sampling import NEVER, History
+
+# The interpreter's: log(0), and an old way to call numpy.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCABS = (50, 700, 4500)  # the last one has two parts
+SEEDS = torch.tensor([0, 1, -1, 2**63 - 1, 123456789012345678])
+PLACES = torch.tensor([0, 7, 2**31 + 5, 100, 8191])
+TEMPERATURE = torch.tensor([0.0, 1.0, 0.6, 0.0, 1.7])
+SLOT = torch.tensor([3, 0, 6, 5, 1])  # of seven
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _references_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else, under the interpreter, they would be the kernels that they are compared with."""
+    monkeypatch.setattr("stoop.ops.kernels.choice.interpreted", lambda: False)
+
+
+def some_logits(vocab_size: int, kind: str = "plain", seed: int = 0, rows: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab_size, generator=generator) * 3
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "banned":
+        logits[:, 1::3] = NEVER
+        logits[1, 5:] = NEVER
+    if kind == "zeros":
+        logits = torch.where(logits > 0, 0.0, -0.0)
+    return logits
+
+
+def by_slot(rows: Tensor) -> Tensor:
+    """A table that has `rows` at SLOT."""
+    table = torch.zeros(7, *rows.shape[1:], dtype=rows.dtype)
+    table[SLOT[: rows.shape[0]]] = rows
+    return table
+
+
+# ---- noise ----
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_noise_is_the_references(purpose: Purpose) -> None:
+    from stoop.ops.kernels import random as kernels
+
+    for count in (1, 3, 1025):
+        args = (SEEDS, PLACES, purpose, count)
+        assert torch.equal(kernels.uniform(*args), random_reference.uniform(*args))
+        torch.testing.assert_close(
+            kernels.gumbel(*args), random_reference.gumbel(*args), rtol=5e-7, atol=5e-7
+        )
+
+
+# ---- the draw ----
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_argmax_is_torchs(vocab_size: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import sampling as kernels
+
+    for kind in ("plain", "ties", "zeros", "banned"):
+        logits = some_logits(vocab_size, kind).to(dtype)
+        assert torch.equal(kernels.argmax(logits), logits.argmax(dim=1)), kind
+    logits[0] = NEVER
+    logits[1, [40, 49]] = NAN
+    logits[2] = NAN
+    logits[3, -1] = float("inf")
+    assert kernels.argmax(logits).tolist()[:4] == [0, 40, 0, vocab_size - 1]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_draws_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import sampling as kernels
+
+    for kind in ("plain", "ties", "banned"):
+        logits = some_logits(vocab_size, kind).to(dtype)
+        for purpose in (Purpose.SAMPLE, Purpose.DRAFT):
+            given = (TEMPERATURE, SEEDS, PLACES, purpose)
+            plain = reference.draw(logits.float(), *given)
+            assert torch.equal(kernels.draw(logits, *given), plain)
+        tempered = logits.float().clone()
+        reference.temper_(tempered, TEMPERATURE)
+        expected = reference.draw(tempered, TEMPERATURE, SEEDS, PLACES)
+        found = kernels.draw(
+            logits, by_slot(TEMPERATURE), by_slot(SEEDS), PLACES, slot=SLOT, tempers=True
+        )
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.interpreted
+def test_a_row_of_nan_draws_a_token_that_exists() -> None:
+    from stoop.ops.kernels import sampling as kernels
+
+    logits = torch.full((5, 300), NAN)
+    tokens = kernels.draw(logits, TEMPERATURE, SEEDS, PLACES)
+    assert tokens.tolist() == [0] * 5
+
+
+# ---- edits ----
+
+
+def history(length: int, vocab_size: int) -> History:
+    generator = torch.Generator().manual_seed(length)
+    token_ids = torch.randint(min(vocab_size, 40), (5, length), generator=generator)
+    num_prompt = torch.tensor([1, 2, length // 2, length - 1, 3])
+    return History(token_ids, torch.tensor([1, 3, length, length - 1, length + 9]), num_prompt)
+
+
+def tables(said: History) -> History:
+    """The same by slot, with token ids as slots have them."""
+    return History(by_slot(said.token_ids).int(), said.num_tokens, by_slot(said.num_prompt_tokens))
+
+
+def check_edit(
+    edit: Callable[..., None], slow: Callable[..., None], kind: str, *given: Tensor | History
+) -> None:
+    """By row and by slot, against the reference in float32."""
+    logits = some_logits(300, kind)
+    expected = logits.clone()
+    slow(expected, *given)
+    assert not torch.equal(expected, logits)
+    by_row = logits.clone()
+    edit(by_row, *given)
+    torch.testing.assert_close(by_row, expected, rtol=1e-6, atol=1e-6)
+    placed = [tables(x) if isinstance(x, History) else by_slot(x) for x in given]
+    edit(logits, *placed, slot=SLOT)
+    assert torch.equal(logits, by_row)
+
+
+@pytest.mark.interpreted
+def test_bias_is_added() -> None:
+    from stoop.ops.kernels import sampling_edits as kernels
+
+    ids = torch.stack([torch.randperm(300)[:20] for _ in range(5)])
+    counts = torch.tensor([0, 1, 20, 7, 3])
+    for kind in ("plain", "banned"):
+        check_edit(
+            kernels.add_bias_, reference.add_bias_, kind, ids, torch.randn(5, 20) * 9, counts
+        )
+
+
+@pytest.mark.interpreted
+def test_stops_are_forbidden_until_min_tokens() -> None:
+    from stoop.ops.kernels import sampling_edits as kernels
+
+    def slow(logits: Tensor, ids: Tensor, counts: Tensor, least: Tensor, said: History) -> None:
+        too_early = said.num_tokens - said.num_prompt_tokens < least
+        reference.forbid_stops_(logits, ids, counts, too_early)
+
+    ids, counts = torch.randint(300, (5, 12)), torch.tensor([12, 1, 0, 5, 3])
+    least = torch.tensor([1, 1, 9, 1, 99])
+    check_edit(kernels.forbid_stops_, slow, "plain", ids, counts, least, history(20, 300))
+
+
+@pytest.mark.interpreted
+def test_bad_words_are_forbidden() -> None:
+    from stoop.ops.kernels import sampling_edits as kernels
+
+    said = history(20, 300)
+    words = torch.full((5, 6, 4), -1)
+    words[:, 0, 3] = torch.arange(5) + 50  # of one token
+    for row in range(5):
+        end = min(int(said.num_tokens[row]), 20)
+        words[row, 1, 1:3] = said.token_ids[row, end - 2 : end] if end > 1 else 7
+        words[row, 1, 3] = 90 + row  # as it was said, partly in the prompt for some
+        words[row, 2] = torch.tensor([39, 39, 39, 99])
+    check_edit(kernels.forbid_bad_words_, reference.forbid_bad_words_, "plain", words, said)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("length", [4, 30, 2500])
+def test_penalties_count_the_history(length: int) -> None:
+    from stoop.ops.kernels import sampling_edits as kernels
+
+    repetition = torch.tensor([1.0, 1.3, 1.0, 0.7, 1.8])
+    presence = torch.tensor([0.0, 0.0, 0.6, -0.4, 0.2])
+    frequency = torch.tensor([0.0, 0.0, 0.3, 0.0, -0.1])
+    for kind in ("plain", "banned"):
+        given = (history(length, 300), repetition, presence, frequency)
+        check_edit(kernels.penalise_, reference.penalise_, kind, *given)
+
+
+# ---- filters ----
+
+TOP_K = torch.tensor([0, 5, 1, 20, 1000])
+TOP_P = torch.tensor([1.0, 0.9137, 0.7071, 1.0, 0.3033])  # no share of equal tokens is just this
+MIN_P = torch.tensor([0.0, 0.1, 0.5, 0.01, 1.0])
+
+
+def filtered(logits: Tensor, *given: Tensor | None) -> Tensor:
+    """The reference in float64: temperature, min-p, top-k and top-p."""
+    temperature, min_p, top_k, top_p = given
+    exact = logits.double()
+    if temperature is not None:
+        reference.temper_(exact, temperature)
+        exact = exact.float().double()  # ties are those of float32
+    if min_p is not None:
+        reference.apply_min_p_(exact, min_p)
+    if top_k is not None and top_p is not None:
+        reference.apply_top_k_top_p_(exact, top_k, top_p, logits.shape[1])
+    return exact.float()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", ["plain", "ties", "zeros", "banned"])
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_top_k_and_top_p_keep_what_the_reference_keeps(vocab_size: int, kind: str) -> None:
+    from stoop.ops.kernels import sampling_filters as kernels
+
+    settings = [
+        (TOP_K, TOP_P),
+        (TOP_K.flip(0), TOP_P.roll(1)),
+        (TOP_K * 0, TOP_P.clamp(max=0.9871)),
+    ]
+    for seed, (top_k, top_p) in enumerate(settings):
+        logits = some_logits(vocab_size, kind, seed)
+        found = logits.clone()
+        kernels.apply_top_k_top_p_(found, top_k, top_p)
+        assert torch.equal(found, filtered(logits, None, None, top_k, top_p))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("top_p", [1e-9, 0.25, 0.5, 1 - 1e-6, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 3, 63, 64, 65])
+def test_equal_logits_stay_from_the_first_on(top_k: int, top_p: float) -> None:
+    from stoop.ops.kernels import sampling_filters as kernels
+
+    logits = torch.zeros(1, 64)
+    given = torch.tensor([top_k]), torch.tensor([top_p])
+    expected = filtered(logits, None, None, *given)
+    kernels.apply_top_k_top_p_(logits, *given)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.interpreted
+def test_temperature_and_min_p_alone() -> None:
+    from stoop.ops.kernels import sampling_filters as kernels
+
+    for kind in ("plain", "ties", "banned"):
+        logits = some_logits(700, kind)
+        expected = logits.clone()
+        reference.temper_(expected, TEMPERATURE)
+        found = logits.clone()
+        kernels.temper_(found, TEMPERATURE)
+        assert torch.equal(found, expected)
+        kernels.apply_min_p_(found, by_slot(MIN_P), slot=SLOT)
+        reference.apply_min_p_(expected, MIN_P)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", ["plain", "ties", "banned"])
+def test_all_filters_at_once(kind: str) -> None:
+    from stoop.ops.kernels import sampling_filters as kernels
+
+    for seed in range(2):
+        logits = some_logits(700, kind, seed)
+        given = (TEMPERATURE.roll(seed), MIN_P, TOP_K.roll(seed), TOP_P)
+        found, alone, placed = logits.clone(), logits.clone(), logits.clone()
+        kernels.filter_(found, *given)
+        torch.testing.assert_close(found, filtered(logits, *given), rtol=1e-6, atol=0)
+        kernels.filter_(placed, *map(by_slot, given), slot=SLOT)
+        assert torch.equal(placed, found)
+        for row in range(5):
+            one = slice(row, row + 1)
+            kernels.filter_(alone[one], *(each[one] for each in given))
+        assert torch.equal(alone, found)
+
+
+@pytest.mark.interpreted
+def test_rows_that_are_no_distribution_stay() -> None:
+    from stoop.ops.kernels import sampling_filters as kernels
+
+    logits = some_logits(300)
+    logits[0] = NEVER
+    logits[1] = NAN
+    logits[2, 4] = float("inf")
+    before = logits.clone()
+    kernels.filter_(logits, None, MIN_P, TOP_K.clamp(min=3), TOP_P)
+    assert torch.equal(logits[:3].nan_to_num(7.0), before[:3].nan_to_num(7.0))
+
+
+# ---- drafts ----
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_drafts_are_judged_as_by_the_reference(vocab_size: int) -> None:
+    from stoop.ops.kernels import verification as kernels
+
+    K = 3
+    logits = torch.stack([some_logits(vocab_size, seed=j) for j in range(K + 1)], dim=1)
+    logits[0, :, ::3] = NEVER
+    draft_logits = logits[:, :K] + torch.stack(
+        [some_logits(vocab_size, seed=9 + j) / 3 for j in range(K)], dim=1
+    )
+    draft_logits[3] = logits[3, :K]  # nothing is left of it
+    logits[3, :, 11] = draft_logits[3, :, 11] = NEVER
+    drafts = reference.draw(
+        draft_logits.flatten(0, 1),
+        torch.ones(5 * K),
+        SEEDS.repeat_interleave(K),
+        (PLACES[:, None] + torch.arange(K)).flatten(),
+        Purpose.DRAFT,
+    ).view(5, K)
+    drafts[1] = torch.arange(K)
+    drafts[3, 1] = 11  # impossible for both: refused
+    probs, draft_probs = logits[:, :K].softmax(dim=2), draft_logits.softmax(dim=2)
+    accepts = verification_reference.accept_by_ratio(probs, draft_probs, drafts, SEEDS, PLACES)
+    redrawn = verification_reference.draw_residual(probs, draft_probs, SEEDS, PLACES)
+    assert accepts.any() and not accepts.all()
+    for placed in (False, True):
+        given = (by_slot(draft_logits), by_slot(SEEDS), SLOT) if placed else None
+        table, seeds, slot = given or (draft_logits, SEEDS, None)
+        found = kernels.judge_drafts(logits, table, drafts, seeds, PLACES, slot)
+        assert torch.equal(found[0], accepts)
+        assert torch.equal(found[1], torch.where(accepts, 0, redrawn))
+
+
+# ---- scores ----
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_scores_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import sampling as kernels
+
+    logits = some_logits(vocab_size).to(dtype)
+    logits[1, ::2] = NEVER
+    chosen = torch.tensor([3, 4, int(logits[2].argmax()), 0, vocab_size - 1])
+    for num_best in (0, 4):
+        ids, logprobs, rank = kernels.score(logits, chosen, num_best)
+        expected = reference.score(logits.float(), chosen, num_best)
+        assert torch.equal(rank, expected[2])
+        torch.testing.assert_close(logprobs, expected[1], rtol=1e-6, atol=2e-6)
+        assert torch.equal(logits.gather(1, ids), logits.gather(1, expected[0]))
+
+
+# ---- the compiler ----
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def check_compiled(launch: Callable[[], object], count: int) -> None:
+    with compile_launches() as found:
+        launch()
+    assert len(found) == count
+    for compiled in found:
+        print(compiled)
+        assert compiled.shared <= MAX_SHARED and compiled.spilled == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [49152, 128256])
+def test_draws_and_scores_compile_for_an_h200(vocab_size: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import sampling as kernels
+    from stoop.ops.kernels import verification
+
+    logits, temperature = torch.zeros(4, vocab_size, dtype=dtype), torch.zeros(4)
+    check_compiled(lambda: kernels.argmax(logits), 2)
+    check_compiled(lambda: kernels.draw(logits, temperature, ints(4), ints(4)), 2)
+    check_compiled(
+        lambda: kernels.draw(logits, temperature, ints(4), ints(4), slot=ints(4), tempers=True), 2
+    )
+    check_compiled(lambda: kernels.score(logits, ints(4), 5), 2)
+    rows = logits.view(1, 4, vocab_size)
+    given = (rows, rows[:, :3].float(), ints(1, 3), ints(1), ints(1), ints(1))
+    check_compiled(lambda: verification.judge_drafts(*given), 4)
+
+
+@pytest.mark.parametrize("vocab_size", [49152, 128256])
+def test_edits_and_filters_compile_for_an_h200(vocab_size: int) -> None:
+    from stoop.ops.kernels import random, sampling_edits, sampling_filters
+
+    logits, floats, slot = torch.zeros(4, vocab_size), torch.zeros(4), ints(4)
+    said = History(torch.zeros(4, 8192, dtype=torch.int32), slot, slot)
+
+    def edits() -> None:
+        sampling_edits.add_bias_(logits, ints(4, 512), torch.zeros(4, 512), slot, slot=slot)
+        sampling_edits.forbid_stops_(logits, ints(4, 128), slot, slot, said, slot=slot)
+        sampling_edits.forbid_bad_words_(logits, ints(4, 128, 16), said, slot=slot)
+        sampling_edits.penalise_(logits, said, floats, floats, floats, slot=slot)
+
+    check_compiled(edits, 4)
+    check_compiled(
+        lambda: sampling_filters.filter_(logits, floats, floats, slot, floats, slot=slot), 5
+    )
+    check_compiled(lambda: sampling_filters.temper_(logits, floats), 1)
+    check_compiled(lambda: sampling_filters.apply_min_p_(logits, floats), 3)
+    check_compiled(lambda: sampling_filters.apply_top_k_top_p_(logits, slot, floats), 5)
+    check_compiled(lambda: random.gumbel(slot, slot, Purpose.SAMPLE, vocab_size), 1)
+    check_compiled(lambda: random.uniform(slot, slot, Purpose.SAMPLE, vocab_size), 1)

@@ -1,0 +1,95 @@
+"""Verdicts against torch, over random slot state and poisoned buffers."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.compiling import compile_launches
+from kernels.test_inputs import (
+    POISON,
+    SEEDS,
+    Case,
+    _references_use_torch,  # noqa: F401
+    check_compiled,
+    check_equal,
+    engine_case,
+    prepared_case,
+)
+from stoop.ops import verification as reference
+
+
+def drafts_of(case: Case, count: int) -> Tensor:
+    """[count, K] int64, with whatever stands where there are none"""
+    slot = case.step.row_slots[:count]
+    place = case.slots.num_tokens[slot][:, None] + torch.arange(case.num_drafts)
+    return case.slots.token_ids[slot[:, None], place.clamp(max=case.max_len - 1)].long()
+
+
+def random_choice(rng: random.Random, case: Case, count: int, width: int) -> Tensor:
+    """Often the drafts."""
+    chosen = torch.randint(1000, 2000, (count, width))
+    drafts = drafts_of(case, count)[:, : width - 1]
+    same = torch.rand(drafts.shape) < rng.choice((0.5, 0.9))
+    chosen[:, : width - 1] = torch.where(same, drafts, chosen[:, : width - 1])
+    return chosen
+
+
+def expected_verdict(chosen: Tensor, accepts: Tensor | None, case: Case) -> tuple[Tensor, Tensor]:
+    """As phase V has it without kernels."""
+    count, width = chosen.shape
+    samples = case.step.samples[:count].long()
+    token_ids = torch.zeros(case.max_reqs, case.num_drafts + 1, dtype=torch.int64)
+    num_tokens = torch.zeros(case.max_reqs, dtype=torch.int64)
+    if width == 1:
+        token_ids[:count, :1], num_tokens[:count] = chosen, samples
+        return token_ids, num_tokens
+    drafts = drafts_of(case, count)
+    stands = chosen[:, :-1] == drafts if accepts is None else accepts.bool()
+    num_accepted = reference.count_accepted(stands, case.step.row_drafts[:count])
+    token_ids[:count] = reference.join_tokens(drafts, num_accepted, chosen)
+    num_tokens[:count] = (num_accepted + 1) * samples
+    return token_ids, num_tokens
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mode", ["match", "bool", "int8", "no drafts"])
+@SEEDS
+def test_verdict_equals_torch(seed: int, mode: str) -> None:
+    from stoop.ops.kernels import verdict as kernels
+
+    rng = random.Random(seed)
+    case = prepared_case(rng)
+    before = case.copy()
+    count = rng.randint(max(case.num_live, 1), case.max_reqs)  # a graph's extent
+    width = 1 if mode == "no drafts" else case.num_drafts + 1
+    chosen = random_choice(rng, case, count, width)
+    accepts = None
+    if mode in ("bool", "int8"):
+        accepts = (torch.rand(count, width - 1) < 0.7).to(getattr(torch, mode))
+    token_ids = torch.full((case.max_reqs, case.num_drafts + 1), POISON)
+    num_tokens = torch.full((case.max_reqs,), POISON)
+    kernels.write_verdict(chosen, accepts, case.slots, case.step, token_ids, num_tokens)
+    expected_ids, expected_counts = expected_verdict(chosen, accepts, case)
+    assert torch.equal(num_tokens, expected_counts)
+    assert torch.equal(token_ids, expected_ids)
+    for group in ("slots", "rows", "step"):
+        check_equal(getattr(case, group), getattr(before, group))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 8, 16])
+def test_verdict_compiles_for_an_h200(num_drafts: int) -> None:
+    from stoop.ops.kernels import verdict as kernels
+
+    case = engine_case(num_drafts)
+    chosen = torch.zeros(case.max_reqs, num_drafts + 1, dtype=torch.int64)
+    out, counts = torch.zeros_like(chosen), torch.zeros(case.max_reqs, dtype=torch.int64)
+    with compile_launches() as found:
+        for width in {1, num_drafts + 1}:
+            for dtype in (None, torch.bool, torch.int8):
+                accepts = None if dtype is None else torch.zeros(256, width - 1, dtype=dtype)
+                kernels.write_verdict(
+                    chosen[:, :width], accepts, case.slots, case.step, out, counts
+                )
+    check_compiled(found, 6 if num_drafts else 3)
