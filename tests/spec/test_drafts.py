@@ -11,6 +11,7 @@ from spec.drafters import GREEDY, SEEDED, DrafterStore, Trace, make_llm, prompts
 from spec.reference_drafter import ReferenceDrafter, TargetReference
 from stoop import LLM
 from stoop.checkpoint.weights import WeightReader
+from stoop.graph.descriptor import RunMode
 from stoop.models import toy
 from stoop.models.head_config import stored_names
 from stoop.spec.eagle import EagleSpeculator
@@ -203,3 +204,30 @@ def test_runs_end_inside_the_reserved_blocks(drafters: DrafterStore) -> None:
     llm = make_llm(drafters.get("eagle3-right"), 8, graph_mode="full", sanitize=True)
     trace = run(llm, 8)
     assert max(known for _, known in trace.drafts) == 72
+
+
+@pytest.mark.parametrize("backend", ["reference", "hostplan"])
+@pytest.mark.parametrize(
+    "mode", ["piecewise", "full", "full_decode_only", "full_and_piecewise", "step"]
+)
+def test_draft_decodes_are_whole_or_eager(drafters: DrafterStore, mode: str, backend: str) -> None:
+    """Never in pieces; padded tokens are padded requests, in graphs and in every batch."""
+    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, attention_backend=backend)
+    speculator = llm.engine.runner.speculator
+    assert isinstance(speculator, EagleSpeculator)
+    graphs = speculator.decode_graphs
+    assert (graphs is None) == (mode == "piecewise")
+    for descriptor in graphs.descriptors if graphs else ():
+        assert descriptor.mode is RunMode.FULL
+        assert descriptor.num_tokens == descriptor.num_reqs and descriptor.query_len == 1
+    seen = []
+    build = speculator.setup.draft_backend.build
+
+    def spy(batch: Any, for_capture: bool = False) -> Any:
+        seen.append((batch.num_tokens, batch.num_reqs))
+        seen.append((batch.num_tokens_padded, batch.num_reqs_padded))
+        return build(batch, for_capture)
+
+    speculator.setup.draft_backend.build = spy  # type: ignore[method-assign]
+    llm.generate(prompts(toy.SIZE)[:3], GREEDY)
+    assert len(seen) > 6 and all(tokens == reqs for tokens, reqs in seen)
