@@ -36,6 +36,7 @@ class AttentionSetup:
     max_reqs: int
     max_model_len: int
     slots: SlotTensors
+    dtype: torch.dtype = torch.float32  # of queries and cache
 
 
 class AttentionBackend(Protocol):

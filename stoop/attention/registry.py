@@ -1,12 +1,16 @@
 """Attention backends by name."""
 
+from collections.abc import Callable
+
 from stoop.attention.base import AttentionBackend, AttentionSetup
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.attention.reference import ReferenceBackend
+from stoop.attention.triton import TritonBackend
 
-BACKENDS: dict[str, type[ReferenceBackend] | type[HostPlanBackend]] = {
+BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {
     ReferenceBackend.name: ReferenceBackend,
     HostPlanBackend.name: HostPlanBackend,
+    TritonBackend.name: TritonBackend,
 }
 
 

@@ -23,6 +23,7 @@ class InputBatch:
     num_reqs_padded: int
     num_tokens_padded: int
     query_lens_cpu: np.ndarray  # [num_reqs] int64, exact
+    query_len: int | None  # of every row of a decode batch, and the most of any; None: no bound
     seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64, dead tokens counted
     rows: RowTensors  # whole buffers
     step: StepTensors  # whole buffers
@@ -101,6 +102,7 @@ class InputBuffers:
         rows: list[PlannedRow],
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
+        query_len: int | None = None,
     ) -> InputBatch:
         """Copy a plan's rows in, padded over the whole extent. No rows: all is padding."""
         num_reqs = len(rows)
@@ -121,6 +123,7 @@ class InputBuffers:
             num_reqs_padded=num_reqs if num_reqs_padded is None else num_reqs_padded,
             num_tokens_padded=int(starts[-1]) if num_tokens_padded is None else num_tokens_padded,
             query_lens_cpu=query_lens,
+            query_len=query_len,
             seq_lens_cpu_upper_bound=seq_lens,
             rows=self.rows,
             step=self.step,

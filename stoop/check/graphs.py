@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stoop.checkpoint.report import Report
+from stoop.config.resolve import attention_backends
 from stoop.config.schema import EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 from stoop.core.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ from stoop.core.step import StepPlan, StepResult
 from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.graph.manager import CudaGraphManager
 from stoop.llm import LLM
+from stoop.worker.device import find_device
 
 TINY = "tiny"
 TINY_CONFIG = {
@@ -88,6 +90,11 @@ def tiny_model(engine: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         folder = Path(root)
         (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
         engine = {**engine, "load_format": "dummy"}
+        if (
+            engine.get("dtype", "auto") == "auto"
+            and find_device(engine.get("device", "auto")) != "cpu"
+        ):
+            engine["dtype"] = "float32"  # kernels have no float64
         if spec is not None and spec.model == TINY:
             (folder / "head").mkdir()
             head = TINY_HEADS[spec.method or "eagle3"]
@@ -115,11 +122,11 @@ def make_workloads(block_size: int) -> list[Workload]:
 def run_checks(
     folder: str,
     modes: Sequence[str],
-    backends: Sequence[str],
+    backends: Sequence[str] | None,
     engine: dict[str, Any],
     report: Report,
 ) -> Iterator[Case]:
-    """One case after another, each on an engine of its own."""
+    """One case after another, each on an engine of its own; None: every backend of the device."""
     options = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_REQS,
@@ -131,7 +138,12 @@ def run_checks(
     block_size = options.get("block_size") or EngineOptions.block_size
     options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)
     workloads = make_workloads(block_size)
-    expected = _eager_outcomes(folder, options, workloads)
+    report("checking eager steps", 0, None)
+    eager = LLM(folder, **{k: v for k, v in options.items() if k != "capture_sizes"})
+    device = eager.config.device
+    expected = _eager_outcomes(eager, workloads) if device.dtype == "float64" else None
+    backends = backends or attention_backends(device.device, device.dtype)
+    del eager
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):
         report(f"checking {backend} {mode}", done, total)
@@ -144,18 +156,13 @@ def _num_drafts(engine: dict[str, Any]) -> int:
     return (spec.num_speculative_tokens or MAX_DRAFTS) if spec else 0
 
 
-def _eager_outcomes(
-    folder: str, options: dict[str, Any], workloads: list[Workload]
-) -> dict[str, Outcome] | None:
+def _eager_outcomes(eager: LLM, workloads: list[Workload]) -> dict[str, Outcome]:
     """Of steps that are neither captured nor padded. In lower precisions a token's last bits depend
     on the batch, and there is nothing to compare with."""
-    options = {k: v for k, v in options.items() if k != "capture_sizes"}
-    eager = LLM(folder, **options)
-    if eager.config.device.dtype != "float64":
-        return None
     outcomes = {w.name: _run(eager, w) for w in workloads}
     if eager.config.spec is not None and eager.config.spec.synthetic_rates is None:
-        plain = LLM(folder, **{**options, "speculative_config": None})
+        options = dataclasses.asdict(dataclasses.replace(eager.options, speculative_config=None))
+        plain = LLM(**options)
         drawn_drafts = eager.config.spec.probabilistic
         for workload in workloads:
             # Drafts that are drawn keep the distribution, not the text.

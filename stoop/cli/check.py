@@ -40,8 +40,11 @@ def check(
         str, typer.Option(help="graph modes to check, with commas between; default: all")
     ] = ",".join(GRAPH_MODES[1:]),
     backends: Annotated[
-        str, typer.Option(help="attention backends to check, with commas between; default: all")
-    ] = ",".join(ATTENTION_BACKENDS),
+        str,
+        typer.Option(
+            help="attention backends to check, with commas between; default: the device's"
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON alone, no table")] = False,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
@@ -53,7 +56,7 @@ def check(
     from stoop.check.graphs import TINY, run_checks, tiny_model
 
     chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
-    chosen_backends = _chosen("--backends", backends, ATTENTION_BACKENDS)
+    chosen_backends = _chosen("--backends", backends, ATTENTION_BACKENDS) if backends else None
     place = tiny_model(engine) if model == TINY else nullcontext((model, engine))
     with place as (folder, options), StageProgress() as report:
         cases = list(run_checks(folder, chosen_modes, chosen_backends, options, report))

@@ -20,7 +20,7 @@ from stoop.config.schema import (
     SpecConfig,
 )
 
-ATTENTION_BACKENDS = ("reference", "hostplan")
+ATTENTION_BACKENDS = ("reference", "hostplan", "triton")
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 MIN_KV_BLOCKS = 2  # the null block and one to use
 
@@ -50,22 +50,34 @@ def resolve(
     """`device` is the concrete one that the worker found for `options.device`."""
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format={options.load_format!r}: use auto or dummy")
-    if options.attention_backend not in ATTENTION_BACKENDS:
-        raise ConfigError(
-            f"attention_backend={options.attention_backend!r}: use "
-            f"{' or '.join(ATTENTION_BACKENDS)}"
-        )
     schedule = _schedule(options, model, device, spec)
+    dtype = _dtype(options.dtype, model)
     return Config(
         model=model,
         load=LoadConfig(folder, options.load_format == "dummy", options.seed),
-        device=DeviceConfig(device, _dtype(options.dtype, model)),
+        device=DeviceConfig(device, dtype),
         cache=_cache(options),
         schedule=schedule,
-        attention_backend=options.attention_backend,
+        attention_backend=_attention(options.attention_backend, device, dtype),
         graph=_graph(options, max_tokens=schedule.max_num_batched_tokens),
         spec=spec,
     )
+
+
+def _attention(asked: str, device: str, dtype: str) -> str:
+    """By default our kernels where they run."""
+    if asked == "auto":
+        return "triton" if device.startswith("cuda") and dtype != "float64" else "reference"
+    if asked not in ATTENTION_BACKENDS:
+        known = " or ".join(("auto", *ATTENTION_BACKENDS))
+        raise ConfigError(f"attention_backend={asked!r}: use {known}")
+    return asked
+
+
+def attention_backends(device: str, dtype: str) -> list[str]:
+    """Those that run on a device."""
+    kernels = device.startswith("cuda") and dtype != "float64"
+    return [name for name in ATTENTION_BACKENDS if kernels or name != "triton"]
 
 
 def _dtype(asked: str, model: ModelSpec) -> str:

@@ -217,8 +217,11 @@ class EngineOptions:
         default=None, metadata={"help": "bytes of the KV cache, such as 2GiB; overrides the share"}
     )
     attention_backend: str = field(
-        default="reference",
-        metadata={"help": "reference, or hostplan: planned on the host, for testing graphs"},
+        default="auto",
+        metadata={
+            "help": "auto (triton on CUDA, reference elsewhere), triton, reference, or hostplan: "
+            "planned on the host, for testing graphs"
+        },
     )
     graph_mode: str = field(
         default="none",

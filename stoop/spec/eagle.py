@@ -250,6 +250,7 @@ class EagleSpeculator:
             num_reqs_padded=padded,
             num_tokens_padded=padded,
             query_lens_cpu=np.ones(target.num_reqs, dtype=np.int64),
+            query_len=1,
             seq_lens_cpu_upper_bound=bounds,
             rows=self.rows,
             step=self.step,

@@ -73,7 +73,7 @@ class StepGraphs:
         if descriptor.mode is RunMode.STEP and runner.speculator is not None:
             draft = runner.speculator.prepare_step_graph(descriptor)
         num_reqs = 1 if descriptor.num_reqs is None else descriptor.num_reqs
-        batch = runner.buffers.load_rows([], num_reqs, descriptor.num_tokens)
+        batch = runner.buffers.load_rows([], num_reqs, descriptor.num_tokens, descriptor.query_len)
         runner.inputs()
         metadata = runner.backend.build(batch, for_capture=True)
         return CapturedAttentionState(metadata, batch.slot_mapping, batch, draft)

@@ -102,6 +102,7 @@ class ModelRunner:
             max_reqs=schedule.max_num_seqs,
             max_model_len=schedule.max_model_len,
             slots=self.state.tensors,
+            dtype=getattr(torch, config.device.dtype),
         )
         return make_backend(config.attention_backend, setup)
 
@@ -142,8 +143,15 @@ class ModelRunner:
             self.state.append_blocks(self.staged, append)
         self.staged.apply()
         needs = SamplingNeeds.of(row.rules for row in plan.rows)
-        descriptor = self.graphs.dispatch(_shape(plan.rows, needs))
-        batch = self.buffers.load_rows(plan.rows, descriptor.num_reqs, descriptor.num_tokens)
+        shape = _shape(plan.rows, needs)
+        descriptor = self.graphs.dispatch(shape)
+        # A graph bounds query lengths as it was captured; other steps by what they hold.
+        query_len = descriptor.query_len
+        if shape.decode and descriptor.mode < RunMode.FULL:
+            query_len = self.query_len
+        batch = self.buffers.load_rows(
+            plan.rows, descriptor.num_reqs, descriptor.num_tokens, query_len
+        )
         return Step(batch, descriptor, self.backend.build(batch), needs)
 
     def run(self, step: Step) -> None:
@@ -270,6 +278,7 @@ class ModelRunner:
             num_reqs_padded=max_reqs,
             num_tokens_padded=int(lengths.sum()),
             query_lens_cpu=lengths,
+            query_len=None,
             seq_lens_cpu_upper_bound=lengths,
             rows=rows,
             step=step,

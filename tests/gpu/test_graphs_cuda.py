@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from stoop import LLM, SamplingParams
-from stoop.check.graphs import TINY_CONFIG, run_checks
+from stoop.check.graphs import TINY_CONFIG, run_checks, tiny_model
+from stoop.config.resolve import GRAPH_MODES
 from stoop.graph.cuda import CudaGraphBackend
 from stoop.graph.descriptor import RunMode
 
@@ -102,6 +103,19 @@ def test_every_mode_equals_eager_under_the_sanitizer(tiny: str) -> None:
     cases = list(run_checks(tiny, modes, ("reference", "hostplan"), engine, lambda *_: None))
     assert [failure for case in cases for failure in case.failures] == []
     assert len(cases) == 6
-    for case in cases:  # plain-torch attention cannot be captured on a GPU: all come down to pieces
-        assert {descriptor.mode for descriptor in case.used} <= {RunMode.PIECEWISE, RunMode.NONE}
-        assert any(descriptor.mode is RunMode.PIECEWISE for descriptor in case.used)
+    # Plain-torch attention cannot be captured on a GPU: all come down to the same pieces.
+    assert len({case.num_graphs for case in cases}) == 1 and cases[0].num_used > 0
+
+
+@pytest.mark.parametrize("method", [None, "eagle", "eagle3", "ngram"])
+def test_kernels_in_every_mode_equal_eager_under_the_sanitizer(method: str | None) -> None:
+    engine: dict[str, Any] = {"device": "cuda"}
+    if method is not None:
+        engine["speculative_config"] = {"method": method, "num_speculative_tokens": 3}
+    if method in ("eagle", "eagle3"):
+        engine["speculative_config"]["model"] = "tiny"
+    with tiny_model(engine) as (folder, options):
+        cases = list(run_checks(folder, GRAPH_MODES[1:], ("triton",), options, lambda *_: None))
+    assert [failure for case in cases for failure in case.failures] == []
+    assert [case.mode for case in cases] == list(GRAPH_MODES[1:])
+    assert all(case.num_used == case.num_graphs > 0 for case in cases)

@@ -34,7 +34,7 @@ class Compiled:
     constants: dict[str, Any]
     shared: int  # bytes
     registers: int
-    spilled: int  # bytes of local memory
+    spilled: int  # bytes of stack
 
     def __str__(self) -> str:
         constants = ", ".join(f"{k}={v}" for k, v in self.constants.items())
@@ -107,6 +107,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     finally:
         os.unlink(file.name)
-    registers, local = (re.search(rf"{key}:(\d+)", text) for key in ("REG", "LOCAL"))
+    registers, local = (re.search(rf"{key}:(\d+)", text) for key in ("REG", "STACK"))
     assert registers and local, text
     return int(registers[1]), int(local[1])

@@ -1,0 +1,101 @@
+"""Attention by our Triton kernels: paged, variable query lengths, split over keys.
+
+Nothing is planned on the host and nothing is derived from lengths: kernels read them where phases
+write them. So metadata is a set of views, good for any replay and for every draft decode.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoop.attention.base import AttentionSetup, AttentionShape
+from stoop.batch.input_batch import InputBatch
+from stoop.config.errors import ConfigError
+from stoop.graph.support import GraphSupport
+from stoop.ops.kernels.choice import KERNEL_DTYPES
+
+
+@dataclass(frozen=True)
+class TritonMetadata:
+    query_start_loc: Tensor  # [num_reqs + 1] int32
+    context_lens: Tensor  # [num_reqs] int32
+    seq_lens: Tensor  # [num_reqs] int32
+    row_slots: Tensor  # [num_reqs] int64
+    block_table: Tensor  # [slots + 1, max_blocks] int32
+    max_query_len: int  # of a row, where the descriptor bounds it; 0: any
+
+
+class TritonBackend:
+    name = "triton"
+    graph_support = GraphSupport.ALWAYS
+    can_advance = True
+
+    def __init__(self, setup: AttentionSetup) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                "attention_backend=triton needs the package triton: install it, or use "
+                "attention_backend=reference"
+            )
+        from stoop.ops.kernels import attention as kernels
+
+        if setup.device.type != "cuda" and not kernels.INTERPRETED:
+            raise ConfigError(
+                f"attention_backend=triton does not run on {setup.device.type}: use "
+                "attention_backend=reference"
+            )
+        if setup.dtype not in KERNEL_DTYPES:
+            name = str(setup.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"attention_backend=triton has no kernels for {name}: use "
+                "attention_backend=reference"
+            )
+        self.kernels = kernels
+        self.block_table = setup.slots.block_table
+        self.num_sms = kernels.count_processors(setup.device)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """None: what splits hand over is allocated by each call, written and read inside it."""
+        return {}
+
+    def build(self, batch: InputBatch, for_capture: bool = False) -> TritonMetadata:
+        num_reqs = batch.num_reqs_padded
+        return TritonMetadata(
+            query_start_loc=batch.rows.query_start_loc[: num_reqs + 1],
+            context_lens=batch.step.context_lens[:num_reqs],
+            seq_lens=batch.step.seq_lens[:num_reqs],
+            row_slots=batch.step.row_slots[:num_reqs],
+            block_table=self.block_table,
+            max_query_len=batch.query_len or self.kernels.ANY_LENGTH,
+        )
+
+    def advance(self, metadata: TritonMetadata) -> None:
+        """Nothing was derived from the lengths."""
+
+    def forward(
+        self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: TritonMetadata
+    ) -> Tensor:
+        num_reqs = metadata.row_slots.shape[0]
+        plan = self.kernels.plan_attention(
+            q, shape.num_kv_heads, num_reqs, metadata.max_query_len, self.num_sms
+        )
+        size = plan.partial_size(shape.head_dim)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.kernels.paged_attention(
+            q,
+            cache,
+            metadata.query_start_loc,
+            metadata.context_lens,
+            metadata.seq_lens,
+            metadata.row_slots,
+            metadata.block_table,
+            shape.scale,
+            shape.window or self.kernels.FULL_ATTENTION,
+            plan.max_query_len,
+            plan.mixed,
+            plan.num_splits,
+            torch.empty(size, dtype=torch.float32, device=q.device),
+            out,
+        )
+        return out

@@ -1,0 +1,467 @@
+"""Attention over the paged cache: split over keys for a few query tokens a row, tiled for prompts.
+
+Both kernels put all query heads of one KV head into a tile, so that each key is read once. Grids
+depend on padded counts alone: which row, which keys and how many splits is found on the device,
+and programs without work end at once. So a captured graph serves any lengths.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoop.ops.library import register
+
+INTERPRETED = triton.knobs.runtime.interpret
+FULL_ATTENTION = 0  # the window of layers that have none
+ANY_LENGTH = 0  # the bound of batches whose rows have query tokens in any number
+
+# In batches of any lengths, requests of no more query rows than this count as decodes.
+SHORT_ROWS = 64
+MAX_SPLITS = 64
+# Rows of a mixed batch are mostly padding in a graph: the live ones are split all the same.
+MIN_MIXED_SPLITS = 4
+MAX_PARTIAL_BYTES = 128 * 2**20
+REDUCE_PROGRAMS = 16  # a row and KV head
+ROW_CHUNK = tl.constexpr(256)  # rows that the search for a tile's row looks at together
+
+
+@triton.jit
+def _dot(a, b, acc, WIDE: tl.constexpr):
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _load_tile(ptr, offset, mask, column, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """[keys, columns]; what is masked comes as 0, which also keeps a stale NaN out of products."""
+    if MASKED:
+        return tl.load(ptr + offset, mask=mask[:, None] & (column < HEAD_DIM), other=0.0)
+    if column.shape[1] != HEAD_DIM:
+        return tl.load(ptr + offset, mask=column < HEAD_DIM, other=0.0)
+    return tl.load(ptr + offset)
+
+
+@triton.jit
+def _attend(
+    q, position, peak, total, acc, start, stop, first, seq_len, window, scale,
+    table_ptr, key_ptr, value_ptr, page_stride, token_stride,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Let queries at `position` see the keys from start to stop: one more part of the softmax.
+
+    No page outside of first..seq_len is read, nor its number. Powers are of 2: `scale` has log2(e).
+    """
+    column = tl.arange(0, q.shape[1])[None, :]
+    key = start + tl.arange(0, BLOCK_N)
+    page = tl.load(table_ptr + key // PAGE, mask=(key >= first) & (key < seq_len), other=0)
+    for _ in range(start, stop, BLOCK_N):
+        live = key < seq_len
+        if WINDOWED:
+            live &= key >= first
+        place = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
+        offset = place[:, None] + column
+        # One tile ahead: the loads below are pipelined only if their pages are known already.
+        page = tl.load(table_ptr + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < seq_len, other=0)
+        k = _load_tile(key_ptr, offset, live, column, MASKED, HEAD_DIM)
+        zero = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+        scores = _dot(q, tl.trans(k), zero, WIDE) * scale
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOWED:
+                seen &= key[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        fresh = tl.maximum(peak, tl.max(scores, 1))
+        weight = tl.exp2(scores - fresh[:, None])
+        fade = tl.exp2(peak - fresh)
+        v = _load_tile(value_ptr, offset, live, column, MASKED, HEAD_DIM)
+        total = total * fade + tl.sum(weight, 1)
+        acc = _dot(weight.to(v.dtype), v, acc * fade[:, None], WIDE)
+        peak = fresh
+        key += BLOCK_N
+    return peak, total, acc
+
+
+@triton.jit
+def _first_key(position, window, WINDOWED: tl.constexpr):
+    """The oldest key that a query sees."""
+    if WINDOWED:
+        return tl.maximum(position - window + 1, 0)
+    return position * 0
+
+
+@triton.jit
+def _splits(context, seq_len, window, num_splits, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first key of the first split, and keys of each: the same in both kernels that ask."""
+    first = _first_key(tl.minimum(context, seq_len - 1), window, WINDOWED)
+    start = first // BLOCK_N * BLOCK_N
+    size = tl.cdiv(tl.cdiv(seq_len - start, num_splits), BLOCK_N) * BLOCK_N
+    return first, start, tl.maximum(size, BLOCK_N)
+
+
+@triton.jit
+def _store_zeros(
+    out_ptr, begin, end, num_tokens, kv_head, out_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens that start at `begin`, those from `end` on are padding."""
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    token = begin + row // GROUP
+    padding = (token >= end) & (token < num_tokens) & (row // GROUP < BLOCK_M // GROUP)
+    offset = token.to(tl.int64) * out_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM
+    zero = tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset[:, None] + column, zero, padding[:, None] & (column < HEAD_DIM))
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr, cache_ptr, start_loc_ptr, context_ptr, seq_len_ptr, slot_ptr, table_ptr, out_ptr,
+    part_ptr, part_size, max_len, scale, window, num_tokens, num_reqs,
+    q_token_stride, q_head_stride, out_stride, table_stride,
+    value_stride, page_stride, token_stride, head_stride,
+    ALONE: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One split of the keys of one row of at most max_len query tokens, for one KV head.
+
+    ALONE: no other kernel serves the batch, so that padding is zeroed here.
+    """
+    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(start_loc_ptr + row)
+    query_len = tl.load(start_loc_ptr + row + 1) - begin
+    if ALONE:
+        end = tl.load(start_loc_ptr + num_reqs)
+        if (split == 0) & (num_tokens > end):
+            for place in range(row * max_len, num_tokens, num_reqs * max_len):
+                _store_zeros(
+                    out_ptr, place, end, tl.minimum(num_tokens, place + max_len),
+                    kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
+    if (query_len == 0) | (query_len > max_len):
+        return
+    context, seq_len = tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
+    num_splits = tl.num_programs(1)
+    first, start, size = _splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
+    start += split * size
+    if SPLIT & (start >= seq_len):
+        return
+    m = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (m < query_len * GROUP)[:, None] & (column < HEAD_DIM)
+    head, token = kv_head * GROUP + m % GROUP, begin + m // GROUP
+    where = token.to(tl.int64) * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + where[:, None] + column, mask=inside, other=0.0)
+    position = tl.minimum(context + m // GROUP, seq_len - 1)  # a dead one sees what the last does
+    key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
+    peak, total, acc = _attend(
+        q, position, tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32),
+        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), start, tl.minimum(start + size, seq_len), first,
+        seq_len, window, scale, table_ptr + tl.load(slot_ptr + row) * table_stride,
+        key_ptr, key_ptr + value_stride, page_stride, token_stride,
+        True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
+    )  # fmt: skip
+    if not SPLIT:
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        where = token.to(tl.int64) * out_stride + head * HEAD_DIM
+        tl.store(out_ptr + where[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        part = _first_part(row, begin, max_len) + m // GROUP
+        part = (part * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * num_splits + split
+        tl.store(part_ptr + part[:, None] * HEAD_DIM + column, acc, mask=inside)
+        alive = m < query_len * GROUP
+        sums_ptr = part_ptr + part_size * HEAD_DIM
+        tl.store(sums_ptr + part, peak, mask=alive)
+        tl.store(sums_ptr + part_size + part, total, mask=alive)
+
+
+@triton.jit
+def _first_part(row, begin, max_len):
+    """Where a row of at most max_len tokens has its partial results, in min(tokens, rows * max_len)
+    places: never in those of the row before, by either bound."""
+    return tl.minimum(begin, row * max_len)
+
+
+@triton.jit
+def _reduce_kernel(
+    start_loc_ptr, context_ptr, seq_len_ptr, out_ptr, part_ptr, part_size, max_len, window,
+    num_splits, out_stride, BLOCK_S: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sum up the splits that a row has. One query head of one token at a time."""
+    kv_head, lane, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(start_loc_ptr + row)
+    query_len = tl.load(start_loc_ptr + row + 1) - begin
+    if query_len > max_len:
+        return
+    context, seq_len = tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
+    _, start, size = _splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
+    split = tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_D)
+    live = start + split * size < seq_len  # of no more than num_splits
+    wanted = live[:, None] & (column < HEAD_DIM)[None, :]
+    sums_ptr = part_ptr + part_size * HEAD_DIM
+    for m in range(lane, query_len * GROUP, tl.num_programs(1)):
+        head = kv_head * GROUP + m % GROUP
+        part = _first_part(row, begin, max_len) + m // GROUP
+        part = (part * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * num_splits + split
+        peak = tl.load(sums_ptr + part, mask=live, other=-1e30)
+        total = tl.load(sums_ptr + part_size + part, mask=live, other=0.0)
+        acc = tl.load(part_ptr + part[:, None] * HEAD_DIM + column[None, :], wanted, other=0.0)
+        weight = tl.exp2(peak - tl.max(peak, 0))
+        summed = tl.sum(total * weight, 0)
+        out = tl.sum(acc * weight[:, None], 0) / tl.where(summed > 0, summed, 1.0)
+        where = (begin + m // GROUP).to(tl.int64) * out_stride + head * HEAD_DIM
+        out = out.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + where + column, out, mask=column < HEAD_DIM)
+
+
+@triton.jit
+def _find_row(start_loc_ptr, tile, num_reqs, BLOCK_Q: tl.constexpr):
+    """The row of a tile. Row r has tiles from starts[r] // BLOCK_Q + r on: enough for it, and
+    perhaps one more, which is empty."""
+    row = -1
+    for begin in range(0, num_reqs, ROW_CHUNK):
+        number = begin + tl.arange(0, ROW_CHUNK)
+        start = tl.load(start_loc_ptr + number, mask=number < num_reqs, other=0)
+        row += tl.sum(((start // BLOCK_Q + number <= tile) & (number < num_reqs)).to(tl.int32), 0)
+    return row
+
+
+@triton.jit
+def _tile_kernel(
+    q_ptr, cache_ptr, start_loc_ptr, context_ptr, seq_len_ptr, slot_ptr, table_ptr, out_ptr,
+    short, scale, window, num_tokens, num_reqs,
+    q_token_stride, q_head_stride, out_stride, table_stride,
+    value_stride, page_stride, token_stride, head_stride,
+    WINDOWED: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile of neighbouring query tokens of one row of more than short, for one KV head."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's end has most to do: first
+    kv_head = tl.program_id(1)
+    end = tl.load(start_loc_ptr + num_reqs)
+    if (tile + 1) * BLOCK_Q > end:
+        _store_zeros(
+            out_ptr, tile * BLOCK_Q, end, num_tokens, kv_head, out_stride,
+            GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    row = _find_row(start_loc_ptr, tile, num_reqs, BLOCK_Q)
+    begin = tl.load(start_loc_ptr + row)
+    query_len = tl.load(start_loc_ptr + row + 1) - begin
+    done = (tile - begin // BLOCK_Q - row) * BLOCK_Q  # query tokens of the row in tiles before
+    if (done >= query_len) | (query_len <= short):
+        return
+    context, seq_len = tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
+    m = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    nth = done + m // GROUP
+    inside = ((m < BLOCK_Q * GROUP) & (nth < query_len))[:, None] & (column < HEAD_DIM)
+    head, token = kv_head * GROUP + m % GROUP, (begin + nth).to(tl.int64)
+    where = token * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + where[:, None] + column, mask=inside, other=0.0)
+    position = tl.minimum(context + nth, seq_len - 1)  # a dead one sees what the last does
+    lowest = tl.minimum(context + done, seq_len - 1)
+    first = _first_key(lowest, window, WINDOWED)
+    start = first // BLOCK_N * BLOCK_N
+    stop = tl.minimum(context + tl.minimum(done + BLOCK_Q, query_len), seq_len)
+    peak, total = tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    table_ptr += tl.load(slot_ptr + row) * table_stride
+    key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
+    if not WINDOWED:  # keys before the first query: all of them are seen
+        middle = (lowest + 1) // BLOCK_N * BLOCK_N
+        peak, total, acc = _attend(
+            q, position, peak, total, acc, start, middle, first, seq_len, window, scale,
+            table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
+            False, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
+        )  # fmt: skip
+        start = middle
+    peak, total, acc = _attend(
+        q, position, peak, total, acc, start, stop, first, seq_len, window, scale,
+        table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
+        True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
+    )  # fmt: skip
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    where = token * out_stride + head * HEAD_DIM
+    tl.store(out_ptr + where[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def split_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """For `rows` query rows of a KV head, whose keys are to arrive as fast as memory gives them.
+
+    Two programs of 128 columns fit a processor, with two tiles of keys and values each under way.
+    """
+    block_m = max(16, triton.next_power_of_2(rows))
+    if dtype == torch.float32:
+        return Tiling(block_m, 32 if block_m == 16 else 16, 8, 2)
+    block_n = 64 if head_dim <= 128 else 32
+    return Tiling(block_m, block_n, 8 if block_m > 64 else 4, 4 if block_m <= 32 else 3)
+
+
+def prompt_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """float32 has no tensor cores: its tiles are small enough to stay in registers."""
+    if dtype == torch.float32:
+        return Tiling(max(32, triton.next_power_of_2(group)), 16, 8, 2)
+    return Tiling(128 if head_dim <= 128 else 64, 64 if head_dim <= 128 else 32, 8, 3)
+
+
+def max_decode_rows(head_dim: int, dtype: torch.dtype) -> int:
+    """More query rows than this are no longer bound by reading keys, or do not fit."""
+    if dtype == torch.float32:
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a batch is cut; it follows from counts that a graph's descriptor fixes."""
+
+    max_query_len: int  # of rows that the split kernel serves; 0: it serves none
+    mixed: bool  # rows of more go to the other kernel
+    num_splits: int
+    num_parts: int  # partial results: query heads of tokens, times splits
+
+    def partial_size(self, head_dim: int) -> int:
+        return self.num_parts * (head_dim + 2)
+
+
+def count_processors(device: torch.device) -> int:
+    """Streaming multiprocessors; where there are none, those of an H200."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def plan_attention(
+    q: Tensor, num_kv_heads: int, num_reqs: int, max_query_len: int, num_sms: int
+) -> Plan:
+    """q: [tokens, heads, head_dim], padded; num_reqs: padded; num_sms: processors to keep busy"""
+    num_tokens, num_heads, head_dim = q.shape
+    group = num_heads // num_kv_heads
+    max_rows = max_decode_rows(head_dim, q.dtype)
+    mixed = max_query_len == ANY_LENGTH or max_query_len * group > max_rows
+    if mixed:
+        # A batch of one row that is no decode is a prompt.
+        max_query_len = 0 if num_reqs == 1 else max(1, min(SHORT_ROWS, max_rows) // group)
+    if max_query_len == 0:
+        return Plan(0, True, 1, 0)
+    programs = num_sms * (4 if head_dim <= 64 else 2)  # that run at a time
+    wanted = programs // (num_reqs * num_kv_heads)
+    places = min(num_tokens, num_reqs * max_query_len) * num_heads
+    room = MAX_PARTIAL_BYTES // max(places * (head_dim + 2) * 4, 1)
+    wanted = max(wanted, MIN_MIXED_SPLITS if mixed else 1)
+    splits = max(1, min(wanted, room, MAX_SPLITS))
+    return Plan(max_query_len, mixed, splits, places * splits if splits > 1 else 0)
+
+
+@register(
+    "paged_attention(Tensor q, Tensor cache, Tensor query_start_loc, Tensor context_lens, "
+    "Tensor seq_lens, Tensor row_slots, Tensor block_table, float scale, int window, "
+    "int max_query_len, bool mixed, int num_splits, Tensor(a!) partials, Tensor(b!) out) -> ()"
+)
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    query_start_loc: Tensor,
+    context_lens: Tensor,
+    seq_lens: Tensor,
+    row_slots: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    max_query_len: int,
+    mixed: bool,
+    num_splits: int,
+    partials: Tensor,
+    out: Tensor,
+) -> None:
+    """Rows of at most `max_query_len` query tokens by the split kernel, others by that of prompts.
+
+    q: [tokens, heads, head_dim], heads contiguous; out: the same, contiguous
+    cache: [2, num_blocks, block_size, kv_heads, head_dim]
+    query_start_loc: [rows + 1] int32; context_lens, seq_lens: [rows] int32; row_slots: [rows] int64
+    block_table: [slots, max_blocks] int32, by slot
+    max_query_len, mixed, num_splits: as in `Plan`; without `mixed` no row has more tokens
+    partials: [Plan.partial_size] float32, written before it is read
+    """
+    assert q.stride(2) == 1 and cache.stride(4) == 1 and block_table.stride(1) == 1
+    assert out.is_contiguous() and out.dtype == q.dtype == cache.dtype
+    call = _Call(
+        pointers=(q, cache, query_start_loc, context_lens, seq_lens, row_slots, block_table, out),
+        numbers=(scale * math.log2(math.e), window, q.shape[0], row_slots.shape[0]),
+        strides=(*q.stride()[:2], out.stride(0), block_table.stride(0), *cache.stride()[:4]),
+    )
+    if mixed:
+        call.launch_tiles(max_query_len)
+    if max_query_len:
+        call.launch_splits(max_query_len, num_splits, partials, alone=not mixed)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Arguments that the kernels share, in their order."""
+
+    pointers: tuple[Tensor, ...]
+    numbers: tuple[float, int, int, int]
+    strides: tuple[int, ...]
+
+    def launch_tiles(self, short: int) -> None:
+        q, num_reqs, options = self.pointers[0], self.numbers[3], self._options()
+        tiling = prompt_tiling(options["GROUP"], q.shape[2], q.dtype)
+        num_tiles = triton.cdiv(q.shape[0], tiling.block_m // options["GROUP"]) + num_reqs
+        _tile_kernel[(num_tiles, q.shape[1] // options["GROUP"])](
+            *self.pointers, short, *self.numbers, *self.strides, **options,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+
+    def launch_splits(self, max_len: int, splits: int, partials: Tensor, *, alone: bool) -> None:
+        q, num_reqs, options = self.pointers[0], self.numbers[3], self._options()
+        tiling = split_tiling(max_len * options["GROUP"], q.shape[2], q.dtype)
+        num_kv_heads = q.shape[1] // options["GROUP"]
+        part_size = partials.numel() // (q.shape[2] + 2)
+        _split_kernel[(num_kv_heads, splits, num_reqs)](
+            *self.pointers, partials, part_size, max_len, *self.numbers, *self.strides,
+            ALONE=alone, SPLIT=splits > 1, **options,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+        if splits == 1:
+            return
+        lanes = min(REDUCE_PROGRAMS, max_len * options["GROUP"])
+        _reduce_kernel[(num_kv_heads, lanes, num_reqs)](
+            *self.pointers[2:5], self.pointers[7], partials, part_size, max_len, self.numbers[1],
+            splits, self.strides[2], BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_N=tiling.block_n,
+            **{name: options[name] for name in ("WINDOWED", "GROUP", "HEAD_DIM", "BLOCK_D")},
+            num_warps=4 if splits >= 16 else 1,
+        )  # fmt: skip
+
+    def _options(self) -> dict[str, int]:
+        q, cache = self.pointers[:2]
+        return {
+            "WINDOWED": self.numbers[1] != FULL_ATTENTION,
+            "GROUP": q.shape[1] // cache.shape[3],
+            "PAGE": cache.shape[2],
+            "HEAD_DIM": q.shape[2],
+            "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
+            # Triton's interpreter cannot multiply in bfloat16.
+            "WIDE": INTERPRETED and q.dtype == torch.bfloat16,
+        }

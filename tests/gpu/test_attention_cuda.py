@@ -1,0 +1,239 @@
+"""Paged attention on a CUDA device: right for many shapes, right in a graph, and how fast."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kernels.test_attention import Heads, Row, assert_right, attend, attend_densely, make_case
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+pytest.importorskip("triton")
+CUDA = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NUM_SMS = 132
+CONTEXTS = (0, 1, 15, 16, 63, 64, 65, 511, 512, 1000, 4097)
+LLAMA_8B = Heads(8, 4, 128)
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> None:
+    torch.manual_seed(0)
+
+
+# Query tokens, heads of a group and head size; each case is compiled.
+DECODES = [
+    (1, 4, 128), (4, 4, 128), (6, 4, 128), (9, 8, 128), (1, 8, 64), (4, 3, 64), (9, 3, 64),
+    (1, 1, 16), (5, 1, 32), (4, 2, 80), (2, 3, 96), (4, 4, 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("query_len", "group", "head_dim"), DECODES)
+def test_decodes(query_len: int, group: int, head_dim: int, dtype: torch.dtype) -> None:
+    rows = [Row(n, query_len, n % query_len) for n in CONTEXTS]
+    heads = Heads(2, group, head_dim)
+    padding = {"padded_rows": 3, "padded_tokens": 3 * query_len, "device": CUDA}
+    case = make_case(rows, heads, 16, dtype, **padding)
+    for window in (0, 3, 100):
+        assert_right(case, window=window, max_query_len=query_len, num_sms=NUM_SMS)
+    assert_right(case, max_query_len=query_len, num_sms=1)
+
+
+# Block size, heads of a group and head size.
+PROMPTS = [(16, 4, 128), (16, 3, 64), (1, 8, 128), (32, 1, 64), (16, 2, 80), (16, 4, 256)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "group", "head_dim"), PROMPTS)
+def test_prompts_and_decodes(
+    block_size: int, group: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    rows = [Row(n, 1) for n in CONTEXTS] + [Row(200, 4, 3), Row(0, 300), Row(77, 129), Row(64, 64)]
+    heads = Heads(2, group, head_dim)
+    padding = {"padded_rows": 5, "padded_tokens": 100, "device": CUDA}
+    case = make_case(rows, heads, block_size, dtype, **padding)
+    for window in (0, 50):
+        assert_right(case, window=window, num_sms=NUM_SMS)
+    assert_right(make_case([Row(33, 500)], heads, block_size, dtype, device=CUDA))
+
+
+def test_many_rows() -> None:
+    rows = [Row(n * 7 % 900, 1 + n % 5 * (n % 3) * 20) for n in range(300)]
+    case = make_case(rows, Heads(1, 4, 64), 16, torch.bfloat16, 20, 99, CUDA)
+    assert_right(case, num_sms=NUM_SMS)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_graph_follows_lengths(bound: int) -> None:
+    """Captured on one mix of lengths, replayed on others; not a bit from what eager gives."""
+    case = make_case([Row(n, 4) for n in CONTEXTS], LLAMA_8B, 16, torch.bfloat16, device=CUDA)
+    options = {"max_query_len": bound, "num_sms": NUM_SMS}
+    attend(case, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(case, **options)
+    for shorter in (0, 1, 2, 3):
+        rows = [Row(max(n - 50 * shorter, 0), 4, shorter) for n in CONTEXTS]
+        case.rows[:] = rows
+        case.context_lens.copy_(torch.tensor([row.context for row in rows]))
+        case.seq_lens.copy_(torch.tensor([row.seq_len for row in rows]))
+        graph.replay()
+        assert torch.equal(out, attend(case, **options))
+        torch.testing.assert_close(out, attend_densely(case), rtol=2e-2, atol=2e-2)
+
+
+def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
+    case = make_case([Row(100, 1), Row(40, 60)], LLAMA_8B, 16, torch.bfloat16, device=CUDA)
+    dense = attend_densely(case)
+    num_blocks = 2**31 // case.cache[0, 0].numel() + case.cache.shape[1]
+    large = torch.empty(2, num_blocks, *case.cache.shape[2:], dtype=torch.bfloat16, device=CUDA)
+    shift = num_blocks - case.cache.shape[1]
+    large[:, shift:] = case.cache
+    case.block_table[case.block_table < 2**30] += shift
+    object.__setattr__(case, "cache", large)
+    torch.testing.assert_close(attend(case), dense, rtol=2e-2, atol=2e-2)  # by both kernels
+
+
+# ---- how fast ----
+
+
+@dataclass(frozen=True)
+class Load:
+    """A batch over caches that together do not fit into the second-level cache."""
+
+    q: Tensor
+    caches: list[Tensor]
+    arguments: tuple[Tensor, ...]
+    max_query_len: int
+
+    def run(self, cache: Tensor) -> None:
+        from stoop.ops.kernels import attention as kernels
+
+        num_reqs = self.arguments[3].shape[0]
+        plan = kernels.plan_attention(self.q, cache.shape[3], num_reqs, self.max_query_len, NUM_SMS)
+        kernels.paged_attention(
+            self.q,
+            cache,
+            *self.arguments,
+            self.q.shape[2] ** -0.5,
+            0,
+            plan.max_query_len,
+            plan.mixed,
+            plan.num_splits,
+            torch.empty(plan.partial_size(self.q.shape[2]), device=CUDA),
+            torch.empty_like(self.q),
+        )
+
+    def milliseconds(self) -> float:
+        """Of one call, in a graph that has one for each cache."""
+        return time_graph(lambda: [self.run(cache) for cache in self.caches]) / len(self.caches)
+
+
+def make_load(batch: int, context: int, query_len: int, heads: Heads, bound: int) -> Load:
+    pages = -(-(context + query_len) // 16)
+    shape = (2, batch * pages + 1, 16, heads.num_kv, heads.size)
+    num_bytes = 2 * torch.Size(shape).numel()
+    num_caches = min(32, 2**29 // num_bytes + 1)
+    table = torch.randperm(batch * pages, device=CUDA).view(batch, pages).to(torch.int32) + 1
+
+    def every(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full((batch,), value, dtype=dtype, device=CUDA)
+
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=CUDA) * query_len
+    slots = torch.arange(batch, device=CUDA)
+    num_heads = heads.num_kv * heads.group
+    return Load(
+        torch.randn(batch * query_len, num_heads, heads.size, device=CUDA).bfloat16(),
+        [torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for _ in range(num_caches)],
+        (starts, every(context), every(context + query_len), slots, table),
+        bound,
+    )
+
+
+def time_graph(function: Callable[[], object], repeats: int = 10) -> float:
+    for _ in range(2):
+        function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def decode_loads(query_len: int, heads: Heads) -> Iterator[tuple[str, Load, int]]:
+    for batch in (1, 8, 32):
+        for context in (512, 8192, 32768):
+            load = make_load(batch, context, query_len, heads, query_len)
+            num_bytes = batch * (context + query_len) * heads.num_kv * heads.size * 4
+            yield f"{batch:3} x {context:6}", load, num_bytes
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("heads", [LLAMA_8B, Heads(8, 4, 64)])
+def test_decode_speed(heads: Heads, query_len: int, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = []
+    for name, load, num_bytes in decode_loads(query_len, heads):
+        time = load.milliseconds()
+        lines.append(f"{name}: {1e3 * time:7.1f} us, {num_bytes / time / 1e9:5.2f} TB/s")
+    with capsys.disabled():
+        print(f"\n{heads}, {query_len} query tokens", *lines, sep="\n")
+
+
+@pytest.mark.parametrize("heads", [LLAMA_8B, Heads(8, 4, 64)])
+def test_prompt_speed(heads: Heads, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = []
+    for context, query_len in ((0, 512), (0, 2048), (0, 8192), (6144, 2048), (30720, 2048)):
+        load = make_load(1, context, query_len, heads, 0)
+        time, pairs = load.milliseconds(), query_len * (context + query_len / 2)
+        rate = 4 * pairs * heads.num_kv * heads.group * heads.size / time / 1e9
+        lines.append(f"{query_len} behind {context}: {1e3 * time:7.1f} us, {rate:4.0f} TFLOP/s")
+    with capsys.disabled():
+        print(f"\n{heads}, prompts", *lines, sep="\n")
+
+
+@pytest.mark.skipif("STOOP_TUNE" not in os.environ, reason="a search, for STOOP_TUNE=1")
+def test_tilings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times of other tilings, for whoever sets the constants."""
+    from stoop.ops.kernels import attention as kernels
+
+    def timed(load: Load) -> str:
+        try:
+            return f"{1e3 * load.milliseconds():8.1f}"
+        except Exception as error:  # out of shared memory
+            return type(error).__name__[:8].rjust(8)
+
+    found = []
+    for heads in (LLAMA_8B, Heads(8, 4, 64)):
+        loads = [make_load(1, 6144, 2048, heads, 0), make_load(1, 0, 8192, heads, 0)]
+        for m, n, warps, stages in (
+            (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3),
+            (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 4),
+        ):  # fmt: skip
+            tiling = kernels.Tiling(m, n, warps, stages)
+            monkeypatch.setattr(kernels, "prompt_tiling", lambda *_, tiling=tiling: tiling)
+            found.append(f"{heads.size} prompt {tiling}: " + " ".join(map(timed, loads)))
+        loads = [
+            make_load(b, c, 4, heads, 4) for b, c in ((1, 512), (1, 8192), (8, 8192), (32, 512))
+        ]
+        for n, warps, stages in (
+            (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 4, 5), (32, 4, 4), (32, 4, 6), (128, 4, 2),
+            (128, 4, 3), (64, 2, 4), (32, 2, 5), (64, 8, 4), (128, 8, 3),
+        ):  # fmt: skip
+            tiling = kernels.Tiling(16, n, warps, stages)
+            monkeypatch.setattr(kernels, "split_tiling", lambda *_, tiling=tiling: tiling)
+            found.append(f"{heads.size} splits {tiling}: " + " ".join(map(timed, loads)))
+    with capsys.disabled():
+        print("\nmicroseconds", *found, sep="\n")

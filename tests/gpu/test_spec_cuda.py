@@ -1,0 +1,83 @@
+"""Speculation on a CUDA device: answers of plain decoding, drafts of eager steps, no waits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec.drafters import GREEDY, MODES, DrafterStore, make_llm, run
+from stoop.graph.descriptor import RunMode
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KERNELS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: Any, checkpoints: Any) -> DrafterStore:
+    return DrafterStore(Path(tmp_path_factory.mktemp("drafters")), checkpoints)
+
+
+@pytest.mark.parametrize("name", ["eagle-noisy", "eagle3-noisy", "eagle3-variant", "ngram-right"])
+def test_float64_is_the_cpus(drafters: DrafterStore, name: str) -> None:
+    """The torch path on the GPU: answers and drafts, place by place."""
+    drafter = drafters.get(name)
+    ours = run(make_llm(drafter, 3, device="cuda", attention_backend="reference"), 3)
+    theirs = run(make_llm(drafter, 3), 3)
+    assert ours.answers == theirs.answers
+    assert ours.drafts == theirs.drafts
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["eagle-noisy", "eagle3-some", "ngram-right"])
+def test_kernels_and_graphs_answer_as_plain_decoding(
+    drafters: DrafterStore, name: str, mode: str, num_tokens: int
+) -> None:
+    """Each replay is compared with its eager twin to the bit by the sanitizer."""
+    drafter = drafters.get(name)
+    plain = run(make_llm(drafter, 0, dtype="float32"), 0)
+    sanitize = mode != "none"
+    llm = make_llm(drafter, num_tokens, graph_mode=mode, sanitize=sanitize, **KERNELS)
+    trace = run(llm, num_tokens)
+    assert trace.answers == plain.answers
+    assert sum(trace.per_position) > 20
+    modes = {d.mode for d in llm.engine.runner.graphs.manager.descriptors}
+    expected = {"full": {RunMode.FULL}, "step": {RunMode.STEP, RunMode.FULL}}
+    assert modes >= expected.get(mode, set())  # kernels are captured whole
+
+
+def test_a_head_that_is_right_gives_k_plus_1_tokens_a_step(drafters: DrafterStore) -> None:
+    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode="step", **KERNELS)
+    params = GREEDY.replace(max_tokens=1 + 5 * 4)
+    before = llm.metrics()["num_steps"]
+    (output,) = llm.generate([[5]], params)
+    assert llm.metrics()["num_steps"] - before == 6
+    assert output.outputs[0].spec.num_accepted_tokens_per_pos == [5, 5, 5]
+
+
+@pytest.mark.parametrize("mode", ["full", "step"])
+def test_a_replayed_step_waits_for_nobody(drafters: DrafterStore, mode: str) -> None:
+    """From the inputs to the last draft, nothing makes the host wait."""
+    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, **KERNELS)
+    runner = llm.engine.runner
+    run_step, seen = runner.run, []
+
+    def strict(step: Any) -> None:
+        if step.descriptor.query_len is None:
+            run_step(step)
+            return
+        seen.append(step.descriptor.mode)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run_step(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner.run = strict  # type: ignore[method-assign]
+    llm.generate([[5], [6, 7]], GREEDY)
+    assert set(seen) == {RunMode.STEP if mode == "step" else RunMode.FULL}

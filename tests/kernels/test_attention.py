@@ -1,0 +1,396 @@
+"""Paged attention against dense attention, row by row, and the backend against the reference.
+
+Caches hold NaN wherever no live key is, and block tables name blocks that no cache has.
+"""
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.compiling import MAX_SHARED, compile_launches
+
+POISON_BLOCK = 2**30
+NAN = float("nan")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    context: int
+    query_len: int
+    dead: int = 0  # of the query tokens, the last ones
+
+    @property
+    def seq_len(self) -> int:
+        return self.context + self.query_len - self.dead
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_kv: int
+    group: int
+    size: int
+
+
+THREE_A_GROUP = Heads(2, 3, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: list[Row]
+    q: Tensor
+    cache: Tensor
+    query_start_loc: Tensor
+    context_lens: Tensor
+    seq_lens: Tensor
+    row_slots: Tensor
+    block_table: Tensor
+
+
+def make_case(
+    rows: list[Row],
+    heads: Heads = THREE_A_GROUP,
+    block_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    padded_rows: int = 0,
+    padded_tokens: int = 0,
+    device: torch.device = CPU,
+) -> Case:
+    """Pages in random order, queries a view into something larger; padding behind the live part."""
+    source = random.Random(len(rows))
+    num_reqs, query_lens = len(rows) + padded_rows, [row.query_len for row in rows]
+    num_tokens = sum(query_lens) + padded_tokens
+    num_pages = [-(-row.seq_len // block_size) for row in rows]
+    blocks = list(range(1, sum(num_pages) + 2))
+    source.shuffle(blocks)
+    slots = source.sample(range(num_reqs + 1), len(rows))
+    table = torch.full((num_reqs + 2, max(num_pages, default=0) + 2), POISON_BLOCK)
+    table[-1] = 0  # the sink's
+    shape = (2, len(blocks) + 1, block_size, heads.num_kv, heads.size)
+    cache = torch.full(shape, NAN, device=device, dtype=dtype)
+    for row, slot, pages in zip(rows, slots, num_pages, strict=True):
+        mine = torch.tensor([blocks.pop() for _ in range(pages)], dtype=torch.int64)
+        table[slot, :pages] = mine
+        live = torch.full((2, pages * block_size, heads.num_kv, heads.size), NAN, device=device)
+        live[:, : row.seq_len] = torch.randn(2, row.seq_len, *shape[3:], device=device)
+        cache[:, mine.to(device)] = live.view(2, pages, *shape[2:]).to(dtype)
+    wide = torch.randn(num_tokens, heads.num_kv * (heads.group + 2), heads.size, device=device)
+    wide[sum(query_lens) :] = NAN
+
+    def numbers(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
+
+    none = [0] * padded_rows
+    starts = [sum(query_lens[:n]) for n in range(len(rows) + 1)]
+    return Case(
+        rows=rows,
+        q=wide.to(dtype)[:, : heads.num_kv * heads.group],
+        cache=cache,
+        query_start_loc=numbers(starts + [starts[-1]] * padded_rows),
+        context_lens=numbers([row.context for row in rows] + none),
+        seq_lens=numbers([row.seq_len for row in rows] + none),
+        row_slots=numbers(slots + [num_reqs + 1] * padded_rows, torch.int64),
+        block_table=table.to(torch.int32).to(device),
+    )
+
+
+def attend_densely(case: Case, window: int = 0) -> Tensor:
+    """[tokens, heads, head_dim] of the dtype of q, computed in float64, of padding zeros."""
+    out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
+    begin, block_size = 0, case.cache.shape[2]
+    group = case.q.shape[1] // case.cache.shape[3]
+    for row, slot in zip(case.rows, case.row_slots.tolist(), strict=False):
+        key = torch.arange(row.seq_len, device=case.q.device)
+        pages = case.block_table[slot].long()[key // block_size]
+        gathered = case.cache[:, pages, key % block_size].double()  # [2, keys, kv_heads, head_dim]
+        keys, values = gathered.repeat_interleave(group, dim=2)
+        query = torch.arange(row.query_len, device=case.q.device) + row.context
+        query = query.clamp(max=row.seq_len - 1)[:, None]  # a dead one sees what the last does
+        seen = key <= query
+        if window:
+            seen &= key > query - window
+        q = case.q[begin : begin + row.query_len].double()
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * case.q.shape[2] ** -0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out[begin : begin + row.query_len] = torch.einsum("hqk,khd->qhd", weights, values)
+        begin += row.query_len
+    return out.to(case.q.dtype)
+
+
+def attend(
+    case: Case, window: int = 0, max_query_len: int = 0, num_sms: int = 4, splits: int | None = None
+) -> Tensor:
+    """By the kernels. What they do not write stays NaN."""
+    from stoop.ops.kernels import attention as kernels
+
+    q, num_kv_heads = case.q, case.cache.shape[3]
+    num_reqs = case.row_slots.shape[0]
+    plan = kernels.plan_attention(q, num_kv_heads, num_reqs, max_query_len, num_sms)
+    if splits is not None and plan.num_parts:
+        parts = plan.num_parts // plan.num_splits * splits
+        plan = dataclasses.replace(plan, num_splits=splits, num_parts=parts)
+    out = torch.full(q.shape, NAN, dtype=q.dtype, device=q.device)
+    kernels.paged_attention(
+        q,
+        case.cache,
+        case.query_start_loc,
+        case.context_lens,
+        case.seq_lens,
+        case.row_slots,
+        case.block_table,
+        q.shape[2] ** -0.5,
+        window,
+        plan.max_query_len,
+        plan.mixed,
+        plan.num_splits,
+        torch.full((plan.partial_size(q.shape[2]),), NAN, device=q.device),
+        out,
+    )
+    return out
+
+
+def assert_right(case: Case, **options: Any) -> None:
+    ours, dense = attend(case, **options), attend_densely(case, options.get("window", 0))
+    limits = {"rtol": 1e-5, "atol": 1e-5}
+    if case.q.dtype != torch.float32:
+        limits = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(ours, dense, **limits)
+    assert not ours[sum(row.query_len for row in case.rows) :].any()  # padding: zeros, not NaN
+
+
+# Around the edges of blocks (8), of tiles (16 keys in float32, 64 else) and of splits.
+LENGTHS = (0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 130)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("splits", [None, 2, 5])
+@pytest.mark.parametrize("window", [0, 1, 20])
+def test_decodes_of_one_token(window: int, splits: int | None) -> None:
+    case = make_case([Row(length, 1) for length in LENGTHS], padded_rows=2, padded_tokens=2)
+    assert_right(case, window=window, max_query_len=1, splits=splits)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [0, 2, 20])
+@pytest.mark.parametrize("num_sms", [1, 8])
+def test_verified_drafts_with_dead_tokens(num_sms: int, window: int) -> None:
+    rows = [Row(length, 4, dead) for length, dead in zip(LENGTHS, (0, 1, 2, 3) * 3, strict=False)]
+    case = make_case(rows[:6], Heads(1, 4, 16), 16, padded_rows=1, padded_tokens=4)
+    assert_right(case, window=window, max_query_len=4, num_sms=num_sms)
+    assert_right(case, window=window)  # by both kernels
+
+
+@pytest.mark.interpreted
+def test_rows_of_fewer_tokens_than_the_bound() -> None:
+    rows = [Row(9, 3), Row(40, 1), Row(0, 2), Row(17, 5, 1)]
+    assert_right(make_case(rows, padded_tokens=7), max_query_len=5)
+
+
+@pytest.mark.interpreted
+def test_more_padded_tokens_than_rows_have_places() -> None:
+    """As between the pieces of a graph, which pads tokens but not rows."""
+    rows = [Row(9, 2), Row(40, 2, 1), Row(3, 1)]
+    assert_right(make_case(rows, padded_tokens=25), max_query_len=2)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [0, 5, 30])
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+def test_prompts_and_decodes_in_one_batch(block_size: int, window: int) -> None:
+    rows = [Row(33, 1), Row(64, 1), Row(5, 4, 2), Row(0, 70), Row(0, 1), Row(31, 40), Row(0, 33)]
+    case = make_case(rows, Heads(1, 4, 16), block_size, padded_rows=3, padded_tokens=45)
+    assert_right(case, window=window)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("context", "query_len"), [(0, 1), (0, 31), (16, 32), (100, 3), (7, 65)])
+def test_a_prompt_alone(context: int, query_len: int) -> None:
+    assert_right(make_case([Row(context, query_len)], padded_tokens=3))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("heads", [Heads(3, 1, 64), Heads(3, 3, 64), Heads(1, 4, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shapes_of_heads(heads: Heads, dtype: torch.dtype) -> None:
+    rows = [Row(70, 2, 1), Row(3, 2), Row(126, 2)]
+    case = make_case(rows, heads, 16, dtype, padded_rows=1, padded_tokens=2)
+    assert_right(case, max_query_len=2)
+    assert_right(make_case([*rows, Row(20, 64 // heads.group + 9)], heads, 16, dtype))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("size", [2, 18, 32, 96])
+def test_head_sizes_are_padded(size: int) -> None:
+    assert_right(make_case([Row(20, 1), Row(3, 30)], Heads(2, 2, size)))
+
+
+@pytest.mark.interpreted
+def test_long_bounds_go_to_the_kernel_of_prompts() -> None:
+    case = make_case([Row(20, 40), Row(3, 40, 5)], Heads(1, 4, 16), padded_rows=1, padded_tokens=40)
+    assert_right(case, max_query_len=40)
+
+
+@pytest.mark.interpreted
+def test_rows_without_keys_come_out_finite() -> None:
+    case = make_case([Row(0, 2), Row(5, 2)], padded_rows=1, padded_tokens=2)
+    case.seq_lens[0] = 0
+    for bound in (0, 2):
+        assert attend(case, max_query_len=bound).isfinite().all()
+
+
+@pytest.mark.interpreted
+def test_all_padding() -> None:
+    case = make_case([], padded_rows=3, padded_tokens=6)
+    for bound in (0, 2):
+        assert not attend(case, max_query_len=bound).any()
+
+
+@pytest.mark.interpreted
+def test_many_rows_are_searched_in_parts() -> None:
+    case = make_case([Row(n % 5, 1 + n % 2) for n in range(260)], Heads(1, 1, 16))
+    from stoop.ops.kernels import attention as kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SHORT_ROWS", 1)  # rows of two tokens go by tiles
+        patch.setattr(kernels, "MIN_MIXED_SPLITS", 1)
+        assert_right(case)
+
+
+# ---- the backend ----
+
+
+def backends_and_batch(case: Case) -> tuple[Any, Any, Any]:
+    from stoop.attention.base import AttentionSetup
+    from stoop.attention.reference import ReferenceBackend
+    from stoop.attention.triton import TritonBackend
+    from stoop.batch.input_batch import InputBuffers
+    from stoop.batch.request_state import RequestState
+
+    num_slots, max_blocks = case.block_table.shape
+    num_reqs, num_tokens, page = case.row_slots.shape[0], case.q.shape[0], case.cache.shape[2]
+    slots = RequestState(num_slots - 1, max_blocks * page, page, CPU).tensors
+    slots.block_table.copy_(case.block_table)
+    setup = AttentionSetup(CPU, page, num_reqs, max_blocks * page, slots, case.q.dtype)
+    buffers = InputBuffers(num_reqs, num_tokens, CPU)
+    batch = buffers.load_rows([], num_reqs, num_tokens)
+    batch.rows.query_start_loc.copy_(case.query_start_loc)
+    for name in ("context_lens", "seq_lens", "row_slots"):
+        getattr(batch.step, name).copy_(getattr(case, name))
+    return ReferenceBackend(setup), TritonBackend(setup), batch
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [None, 12])
+def test_backend_equals_the_reference(window: int | None) -> None:
+    from stoop.attention.base import AttentionShape
+
+    rows = [Row(30, 4, 1), Row(8, 4), Row(64, 4, 3)]
+    case = make_case(rows, Heads(2, 4, 32), 16, padded_rows=1, padded_tokens=4)
+    reference, backend, batch = backends_and_batch(case)
+    case.cache.nan_to_num_(0.0)  # the reference multiplies by 0
+    case.q[12:] = 0
+    shape = AttentionShape(8, 2, 32, 32**-0.5, window)
+    theirs = reference.forward(shape, case.q, case.cache, reference.build(batch))
+    backend.num_sms = 4
+    for query_len in (None, 4):
+        metadata = backend.build(dataclasses.replace(batch, query_len=query_len))
+        ours = backend.forward(shape, case.q, case.cache, metadata)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert ours.is_contiguous() and backend.buffers() == {}
+    # Lengths that change on the device need no other metadata.
+    batch.step.context_lens[1] -= 1
+    batch.step.seq_lens[1] -= 1
+    backend.advance(metadata)
+    theirs = reference.forward(shape, case.q, case.cache, reference.build(batch))
+    ours = backend.forward(shape, case.q, case.cache, metadata)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreted
+def test_backend_refuses_float64() -> None:
+    from stoop.config.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="float64: use attention_backend=reference"):
+        backends_and_batch(make_case([Row(1, 1)], dtype=torch.float64))
+
+
+def test_backend_refuses_a_cpu() -> None:
+    from stoop.config.errors import ConfigError
+    from stoop.ops.kernels import attention as kernels
+
+    if kernels.INTERPRETED:
+        pytest.skip("the interpreter runs on a CPU")
+    with pytest.raises(ConfigError, match="does not run on cpu: use attention_backend=reference"):
+        backends_and_batch(make_case([Row(1, 1)]))
+
+
+# ---- plans, and compiled for an H200 ----
+
+
+def test_splits_fill_the_processors_and_no_more() -> None:
+    from stoop.ops.kernels.attention import plan_attention
+
+    def plan(num_reqs: int, query_len: int, bound: int) -> Any:
+        q = torch.empty(num_reqs * query_len, 32, 128, dtype=torch.bfloat16, device="meta")
+        return plan_attention(q, 8, num_reqs, bound, 132)
+
+    assert [plan(n, 4, 4).num_splits for n in (1, 2, 8, 16, 32, 256)] == [33, 16, 4, 2, 1, 1]
+    assert plan(8, 4, 4).num_parts == 8 * 4 * 32 * 4 and plan(32, 4, 4).num_parts == 0
+    assert (plan(1, 512, 0).max_query_len, plan(8, 64, 0).max_query_len) == (0, 16)
+    for each in (plan(256, 2, 0), plan(4, 2048, 0), plan(64, 128, 0)):
+        assert each.mixed and each.num_splits > 1
+        assert each.partial_size(128) * 4 <= 128 * 2**20
+    assert plan(2, 40, 40).mixed
+
+
+def blank_case(heads: Heads, query_len: int, dtype: torch.dtype, num_reqs: int = 4) -> Case:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    return Case(
+        rows=[],
+        q=zeros(num_reqs * query_len, heads.num_kv * heads.group, heads.size, dtype=dtype),
+        cache=zeros(2, 4, 16, heads.num_kv, heads.size, dtype=dtype),
+        query_start_loc=zeros(num_reqs + 1),
+        context_lens=zeros(num_reqs),
+        seq_lens=zeros(num_reqs),
+        row_slots=zeros(num_reqs, dtype=torch.int64),
+        block_table=zeros(num_reqs + 1, 64),
+    )
+
+
+SHAPES = [
+    *((size, group, 0, torch.bfloat16) for size in (64, 128) for group in (3, 4, 8)),
+    (128, 4, 100, torch.bfloat16),
+    (64, 3, 100, torch.bfloat16),
+    (64, 3, 0, torch.float32),
+    (128, 4, 0, torch.float32),
+    (128, 8, 100, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "group", "window", "dtype"), SHAPES)
+def test_kernels_compile_for_an_h200(
+    head_dim: int, group: int, window: int, dtype: torch.dtype
+) -> None:
+    heads, query_lens = Heads(2, group, head_dim), (1, 4, 6, 9)
+    with compile_launches() as found:
+        for query_len in query_lens:
+            case = blank_case(heads, query_len, dtype)
+            attend(case, window, max_query_len=query_len, num_sms=132)
+        many = blank_case(heads, 4, dtype, num_reqs=300)
+        attend(many, window, max_query_len=4, num_sms=132)  # one split: nothing to sum up
+        attend(blank_case(heads, 100, dtype), window, num_sms=132)
+    assert {compiled.kernel for compiled in found} == {
+        "_split_kernel",
+        "_reduce_kernel",
+        "_tile_kernel",
+    }
+    for compiled in found:
+        print(compiled)
+        assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
