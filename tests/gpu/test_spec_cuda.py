@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from spec.drafters import GREEDY, MODES, DrafterStore, make_llm, run
+
 from stoop.graph.descriptor import RunMode
 
 pytestmark = [
