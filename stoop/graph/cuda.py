@@ -1,7 +1,8 @@
 """Captured programs on a CUDA device."""
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,17 @@ from torch import Tensor
 from stoop.graph.tape import HostFunction
 
 Piece = Callable[[Any], object]
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CudaProgram:
@@ -45,7 +57,8 @@ class CudaGraphBackend:
         before = torch.cuda.memory_reserved(self.device)
         self._program = CudaProgram()
         try:
-            with torch.inference_mode(), torch.cuda.stream(self.stream):
+            # A graph of a former engine that is freed now would break the capture.
+            with torch.inference_mode(), torch.cuda.stream(self.stream), _no_garbage_collection():
                 self._begin()
                 function()
                 self._end()
