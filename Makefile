@@ -17,7 +17,8 @@ run: $(VENV)/.run
 	$(BIN)/stoop generate --chat --prompt "$$PROMPT" --max-tokens 96
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m interpreted tests/kernels)
 
 test-all: export STOOP_TEST_ALL := 1
 test-all: test

@@ -1,7 +1,7 @@
 """Kernel tests run in two ways: compiled for a GPU that is not there, or interpreted on a CPU.
 
-Triton decides once, when it is imported, which of the two: interpreted tests run in a process of
-their own (test_interpreted.py starts it).
+Triton decides once, when it is imported, which of the two: `make test` runs pytest a second time,
+with TRITON_INTERPRET=1, for the interpreted ones.
 """
 
 import os
