@@ -1,5 +1,6 @@
 """Fixtures for every kind of test."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +12,11 @@ from fakes import CheckpointStore
 def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """One thread: those of a tiny model only wait for each other, longest on a busy machine.
 
-    The real model has all of them.
+    The real model has all of them, unless tests run side by side.
     """
     threads = torch.get_num_threads()
-    if request.node.get_closest_marker("model") is None:
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    if request.node.get_closest_marker("model") is None or not alone:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)

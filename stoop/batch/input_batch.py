@@ -59,10 +59,6 @@ class InputBatch:
         return self.step.last_token_indices[: self.num_reqs_padded]
 
     @property
-    def samples(self) -> Tensor:
-        return self.step.samples[: self.num_reqs_padded]
-
-    @property
     def row_drafts(self) -> Tensor:
         return self.step.row_drafts[: self.num_reqs_padded]
 

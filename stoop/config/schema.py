@@ -99,8 +99,8 @@ class SpecConfig:
     probabilistic: bool = False  # drafts are drawn, not the likeliest
     # Benchmarks only: draft j is accepted with this chance, whatever it is, if those before were.
     synthetic_rates: tuple[float, ...] | None = None
-    prompt_lookup_min: int = 1
-    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 3
+    prompt_lookup_max: int = 5
 
 
 @dataclass(frozen=True)

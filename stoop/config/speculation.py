@@ -57,6 +57,11 @@ def settle_speculation(
 ) -> SpecConfig:
     """With the head that was found; `proposed` is the number of drafts that its maker names."""
     num_tokens = options.num_speculative_tokens or proposed
+    if options.num_speculative_tokens is None and (proposed or 0) > MAX_DRAFTS:
+        raise _refuse(
+            f"lacks num_speculative_tokens, and the head's maker proposes {proposed}: say how many "
+            f"drafts a step, 1 to {MAX_DRAFTS}"
+        )
     if num_tokens is None:
         raise _refuse(
             f"lacks num_speculative_tokens: say how many drafts a step, 1 to {MAX_DRAFTS}"
@@ -100,6 +105,10 @@ def _check(options: SpecOptions) -> None:
         raise _refuse("has a model or revision with method ngram, which takes none: leave it out")
     if ngram and options.draft_sample_method != "greedy":
         raise _refuse("has draft_sample_method=probabilistic with method ngram: it has no odds")
+    if ngram and options.rejection_sample_method != "standard":
+        raise _refuse(
+            "has rejection_sample_method=synthetic with method ngram: it may find no drafts"
+        )
     looked_up = (options.prompt_lookup_min, options.prompt_lookup_max) != (None, None)
     if looked_up and not ngram:
         raise _refuse("has prompt_lookup_min or _max, which belong to method ngram: leave them out")

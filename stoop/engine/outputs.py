@@ -69,7 +69,7 @@ class Answer:
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
-            spec=request.spec.copy() if request.rules.num_drafts else None,
+            spec=request.spec.copy() if request.spec.num_accepted_tokens_per_pos else None,
         )
 
     def _without_stop_token(self, new_ids: Sequence[int]) -> Sequence[int]:

@@ -193,7 +193,7 @@ def _architecture(source: _Source) -> tuple[DraftMethod | None, str]:
     """The method that the config names, None if it names none, and the kind of its layers."""
     if source.speculators:
         kind = str(source.config["speculators_model_type"])
-        model_type = source.layers.get("model_type", "llama")
+        model_type = str(source.layers.get("model_type", "llama"))
         if kind not in _METHODS:
             raise CheckpointError(
                 f"the head's speculators_model_type is {kind!r}: stoop loads {', '.join(_METHODS)}"
@@ -205,6 +205,7 @@ def _architecture(source: _Source) -> tuple[DraftMethod | None, str]:
             )
         return _METHODS[kind], _MODEL_TYPES[model_type]
     names = source.config.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     for name in names:
         match = _ARCHITECTURE.fullmatch(str(name))
         if match and match[2] in ARCHITECTURES:

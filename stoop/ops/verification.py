@@ -90,13 +90,14 @@ def judge_drafts(
     """[n, K] bool, which drafts pass the ratio test, and [n, K] int64, what replaces those that do
     not.
 
-    logits: [n, K + 1, vocab_size]; draft_logits: [slots, K, vocab_size], read at `slot` [n];
-    seeds: [n]; positions: [n] of the first draft
+    logits: [n, K + 1, vocab_size]; draft_logits: [slots, K, vocab_size] and seeds: [slots], both
+    read at `slot` [n]; positions: [n] of the first draft
     """
     if uses_kernels(logits):
         from stoop.ops.kernels import verification as kernels
 
         return kernels.judge_drafts(logits, draft_logits, drafts, seeds, positions, slot)
+    seeds = seeds[slot]
     probs = logits[:, :-1].softmax(dim=2)
     draft_probs = draft_logits[slot].to(probs.dtype).softmax(dim=2)
     accepts = accept_by_ratio(probs, draft_probs, drafts, seeds, positions)

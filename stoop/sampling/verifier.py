@@ -79,7 +79,7 @@ class Verifier:
             logits.view(*chosen.shape, -1),
             self.draft_logits,
             rows.drafts,
-            rows.seeds,
+            self.sampler.state.seeds,
             rows.num_tokens,
             rows.slot,
         )

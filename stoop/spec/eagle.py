@@ -39,6 +39,8 @@ from stoop.spec.graphs import (
     decode_descriptors,
 )
 
+LARGE = 1e30  # stands for infinite draft logits of a head that overflowed
+
 
 class EagleSpeculator:
     def __init__(self, setup: DraftSetup, head: EagleHead) -> None:
@@ -169,7 +171,9 @@ class EagleSpeculator:
         temperature = sampling.temperature[slot]
         full = cache.new_full((logits.shape[0], cache.shape[2]), NEVER)
         ids = torch.arange(logits.shape[1], device=logits.device)
-        full.index_copy_(1, self.head.target_ids(ids), logits.to(cache.dtype))
+        # Whatever is drawn from keeps the target's distribution, if only it is one.
+        sane = logits.to(cache.dtype).nan_to_num_(nan=-LARGE, posinf=LARGE, neginf=-LARGE)
+        full.index_copy_(1, self.head.target_ids(ids), sane)
         temper_(full, temperature)
         place = slots.num_tokens[slot] + slots.num_drafts[slot]
         token_ids = draw(full, temperature, sampling.seeds[slot], place, Purpose.DRAFT)

@@ -63,7 +63,8 @@ def _check_identity(
     descriptor: BatchExecutionDescriptor, old: CapturedAttentionState, new: CapturedAttentionState
 ) -> None:
     for name, tensor in _tensors(new).items():
-        if tensor.data_ptr() != _tensors(old)[name].data_ptr():
+        own = _tensors(old).get(name)
+        if own is None or tensor.data_ptr() != own.data_ptr():
             raise CaptureError(
                 f"draft prefill of {descriptor} would read another `{name}` than the target's: "
                 "build both by one builder"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from spec.drafters import GREEDY, MODES, DrafterStore, make_llm, run
+from spec.drafters import GREEDY, MODES, SEEDED, DrafterStore, make_llm, run
 
 from stoop.graph.descriptor import RunMode
 
@@ -81,3 +81,16 @@ def test_a_replayed_step_waits_for_nobody(drafters: DrafterStore, mode: str) -> 
     runner.run = strict  # type: ignore[method-assign]
     llm.generate([[5], [6, 7]], GREEDY)
     assert set(seen) == {RunMode.STEP if mode == "step" else RunMode.FULL}
+
+
+@pytest.mark.parametrize("mode", ["none", "step"])
+def test_drawn_drafts_are_seeded_whatever_else_is_in_the_batch(
+    drafters: DrafterStore, mode: str
+) -> None:
+    params = SEEDED.replace(temperature=1.3, max_tokens=12)
+    spec = {"draft_sample_method": "probabilistic"}
+    llm = make_llm(drafters.get("eagle3-random"), 3, graph_mode=mode, spec=spec, **KERNELS)
+    (alone,) = llm.generate([[5, 6]], params)
+    others = [params.replace(seed=seed) for seed in (1, 2)]
+    *_, among = llm.generate([[9], [8, 7], [5, 6]], [*others, params])
+    assert alone.outputs[0].token_ids == among.outputs[0].token_ids

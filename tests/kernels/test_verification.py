@@ -93,3 +93,21 @@ def test_verdict_compiles_for_an_h200(num_drafts: int) -> None:
                     chosen[:, :width], accepts, case.slots, case.step, out, counts
                 )
     check_compiled(found, 6 if num_drafts else 3)
+
+
+@pytest.mark.interpreted
+def test_judged_drafts_equal_torch_for_any_slots() -> None:
+    """Seeds and draft logits are read by slot, in both: what a request draws is its own."""
+    from stoop.ops import verification as reference
+    from stoop.ops.kernels import verification as kernels
+
+    torch.manual_seed(5)
+    slot = torch.tensor([6, 0, 3])
+    logits, draft_logits = torch.randn(3, 4, 50), torch.randn(8, 3, 50)
+    drafts, positions = torch.randint(50, (3, 3)), torch.tensor([9, 4, 17])
+    seeds = torch.randint(2**60, (8,))
+    args = (logits, draft_logits, drafts, seeds, positions, slot)
+    accepts, redrawn = kernels.judge_drafts(*args)
+    expected, expected_redrawn = reference.judge_drafts(*args)
+    assert torch.equal(accepts, expected) and 0 < int(accepts.sum()) < 9
+    assert torch.equal(redrawn[~accepts], expected_redrawn[~accepts])

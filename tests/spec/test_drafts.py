@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spec.drafters import GREEDY, SEEDED, DrafterStore, Trace, make_llm, prompts, run, watch_drafts
@@ -189,7 +190,7 @@ def test_a_request_may_lower_its_drafts_and_the_batch_keeps_its_graph(
     params = [GREEDY.replace(num_speculative_tokens=n, max_tokens=9) for n in (0, 1, 2, 3)]
     outputs = llm.generate(batch, params)
     rounds = [o.outputs[0].spec for o in outputs]
-    assert rounds[0] is None or rounds[0].num_drafts == 0
+    assert rounds[0] is not None and rounds[0].num_drafts == 0
     assert [r.num_accepted_tokens_per_pos for r in rounds[1:] if r] == [
         [4, 0, 0],
         [3, 2, 0],  # the last run is cut by max_tokens
@@ -231,3 +232,21 @@ def test_draft_decodes_are_whole_or_eager(drafters: DrafterStore, mode: str, bac
     speculator.setup.draft_backend.build = spy  # type: ignore[method-assign]
     llm.generate(prompts(toy.SIZE)[:3], GREEDY)
     assert len(seen) > 6 and all(tokens == reqs for tokens, reqs in seen)
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_a_head_that_overflows_changes_no_answer(
+    drafters: DrafterStore, tmp_path: Any, method: str
+) -> None:
+    """NaN and infinite logits are drafts like others: refused, and nothing else."""
+    right = drafters.get("eagle3-right")
+    head = toy.write_head(tmp_path / "broken", "eagle3")
+    tensors = load_file(head / "model.safetensors")
+    tensors["lm_head.weight"][::2] = float("nan")
+    tensors["lm_head.weight"][1::4] = float("inf")
+    save_file(tensors, head / "model.safetensors")
+    broken = type(right)(right.target, "eagle3", head)
+    llm = make_llm(broken, 3, spec={"draft_sample_method": method})
+    for params in (GREEDY, SEEDED):
+        (output,) = llm.generate([[5]], params)
+        assert output.outputs[0].token_ids == _walk(5, params.max_tokens)

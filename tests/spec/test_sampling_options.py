@@ -323,10 +323,8 @@ def run_together(llm: LLM, names: list[str], wishes: list[int | None]) -> list[R
 def check_num_drafts(output: RequestOutput, limit: int | None) -> None:
     """No more drafts a step than were asked for."""
     for answer in output.outputs:
-        if limit == 0:
-            assert answer.spec is None
-        elif limit is not None:
-            assert answer.spec is not None
+        assert answer.spec is not None
+        if limit is not None:
             assert answer.spec.num_draft_tokens <= limit * answer.spec.num_drafts
             assert not any(answer.spec.num_accepted_tokens_per_pos[limit:])
 
@@ -367,11 +365,8 @@ def test_drafts_of_a_request(engines: Engines, limit: int) -> None:
     for output in found:
         spec = output.outputs[0].spec
         # The first token comes with the prompt, then three steps.
-        assert (
-            (spec is None)
-            if limit == 0
-            else (spec.num_accepted_tokens_per_pos[:limit] == [3] * limit)
-        )
+        assert spec.num_accepted_tokens_per_pos[:limit] == [3] * limit
+        assert spec.num_drafts == (3 if limit else 0)
 
 
 # ---- history: what was said before a draft is said, drafts before it included ----

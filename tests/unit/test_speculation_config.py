@@ -139,7 +139,7 @@ def test_the_heads_own_number_of_drafts_serves_unless_another_is_given() -> None
         settle({"model": "folder"})
     with pytest.raises(ConfigError, match="lacks num_speculative_tokens"):
         settle({"method": "ngram"})
-    with pytest.raises(ConfigError, match="num_speculative_tokens=99"):
+    with pytest.raises(ConfigError, match="proposes 99"):
         settle({"model": "folder"}, proposed=99)
 
 
