@@ -146,7 +146,8 @@ def test_padded_views_reach_past_the_live_rows() -> None:
     assert (batch.num_reqs, batch.num_tokens) == (1, 4)
     for view in (batch.input_ids, batch.positions, batch.slot_mapping):
         assert view.shape[0] == 12
-    assert batch.row_drafts.tolist() == [2, 0, 0] and batch.samples.tolist() == [1, 0, 0]
+    assert batch.row_drafts.tolist() == [2, 0, 0]
+    assert batch.step.samples[:3].tolist() == [1, 0, 0]
     assert batch.last_token_indices.shape[0] == batch.row_slots.shape[0] == 3
     alone = batch.without_padded_rows()
     assert (alone.num_reqs_padded, alone.num_tokens_padded) == (1, 12)
