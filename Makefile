@@ -8,6 +8,7 @@ PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 export PROMPT := $(value PROMPT)
 VENV := .venv
+DIST := loadfile
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --disable-pip-version-check
 
@@ -17,10 +18,11 @@ run: $(VENV)/.run
 	$(BIN)/stoop generate --chat --prompt "$$PROMPT" --max-tokens 96
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist $(DIST) $(ARGS)
 	$(if $(ARGS),,TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m interpreted tests/kernels)
 
 test-all: export STOOP_TEST_ALL := 1
+test-all: DIST := worksteal
 test-all: test
 
 lint: $(VENV)/.dev

@@ -4,6 +4,7 @@ A backend builds one metadata object a step on the host and reads it in every la
 between steps lives in persistent buffers; what depends on a batch lives in the metadata.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +46,6 @@ class AttentionBackend(Protocol):
 
     name: str
     graph_support: GraphSupport
-    can_advance: bool  # metadata follows lengths on the device, without the host
 
     def buffers(self) -> dict[str, Tensor]:
         """Its persistent buffers, all written anew for every step."""
@@ -58,9 +58,10 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def advance(self, metadata: Any) -> None:
-        """Make metadata fit lengths that have changed on the device since it was built; inside a
-        graph. Only for backends that `can_advance`."""
+    @property
+    def advance(self) -> Callable[[Any], None] | None:
+        """Makes metadata fit lengths that have changed on the device since it was built, inside a
+        graph; None where only the host can."""
         ...
 
     def forward(self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: Any) -> Tensor:

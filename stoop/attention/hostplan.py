@@ -29,7 +29,7 @@ class HostPlanMetadata:
 
 class HostPlanBackend:
     name = "hostplan"
-    can_advance = False  # which pages a request has is planned on the host
+    advance = None  # which pages a request has is planned on the host
 
     def __init__(self, setup: AttentionSetup) -> None:
         self.setup = setup
@@ -72,9 +72,6 @@ class HostPlanBackend:
         page = torch.where(live, place - starts[row], 0)
         blocks = self.setup.slots.block_table[slot, page]
         self.page_indices.copy_(torch.where(live, blocks, 0))
-
-    def advance(self, metadata: HostPlanMetadata) -> None:
-        raise NotImplementedError("planned on the host: build before each replay")
 
     def forward(
         self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: HostPlanMetadata

@@ -60,7 +60,6 @@ class ReferenceMetadata:
 
 class ReferenceBackend:
     name = "reference"
-    can_advance = True
 
     def __init__(self, setup: AttentionSetup) -> None:
         self.block_size = setup.block_size

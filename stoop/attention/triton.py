@@ -30,7 +30,6 @@ class TritonMetadata:
 class TritonBackend:
     name = "triton"
     graph_support = GraphSupport.ALWAYS
-    can_advance = True
 
     def __init__(self, setup: AttentionSetup) -> None:
         if importlib.util.find_spec("triton") is None:

@@ -85,12 +85,11 @@ class Answer:
         assert self._stream is not None
         extra = self.request.num_output_tokens - self._stream.num_tokens
         if extra > 0:
-            dropped = self.request.token_ids[-extra:]
             del self.request.token_ids[-extra:]
             if self.logprobs is not None:
-                for token, entry in zip(dropped, self.logprobs[-extra:], strict=True):
-                    self.cumulative_logprob -= entry[token].logprob
                 del self.logprobs[-extra:]
+                kept = zip(self.request.output_token_ids, self.logprobs, strict=True)
+                self.cumulative_logprob = sum(entry[token].logprob for token, entry in kept)
 
 
 class RequestGroup:

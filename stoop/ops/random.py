@@ -9,6 +9,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from stoop.ops.kernels.choice import uses_kernels
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -47,6 +49,10 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> T
 
     seeds, positions: [n] int64. Number j is word j % 4 of counter j // 4.
     """
+    if uses_kernels(seeds):
+        from stoop.ops.kernels import random as kernels  # to the bit the same
+
+        return kernels.uniform(seeds, positions, purpose, count)
     groups = -(-count // 4)
     group = torch.arange(groups, device=seeds.device)[None, :]  # [1, groups]
     position = positions[:, None] & _MASK

@@ -120,8 +120,12 @@ class Sampler:
         if not needs.noise:
             return ops.greedy(logits)
         # The token to come is number `num_tokens` of its request: the key of its noise.
-        state, slot = self.state, where.slot
-        return ops.draw(logits, state.temperature[slot], state.seeds[slot], where.num_tokens)
+        state, slot, places = self.state, where.slot, where.num_tokens
+        if uses_kernels(logits):
+            from stoop.ops.kernels import sampling as kernels
+
+            return kernels.draw(logits, state.temperature, state.seeds, places, slot=slot)
+        return ops.draw(logits, state.temperature[slot], state.seeds[slot], places)
 
     def _adjust_by_kernels_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
         """The same by kernels, which read parameters and history by slot where they lie."""

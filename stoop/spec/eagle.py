@@ -54,7 +54,8 @@ class EagleSpeculator:
         self.position_limit = min(self.max_model_len, spec.head.decoder.max_position)
         self.watch: GraphWatch | None = None
         self._make_buffers(schedule.max_num_batched_tokens)
-        self.in_step_graph = setup.draft_backend.can_advance or self.num_tokens == 1
+        self.advances = setup.draft_backend.advance is not None
+        self.in_step_graph = self.advances or self.num_tokens == 1
         self.prefill_graphs: PrefillEagleCudaGraphManager | None = None
         self.decode_graphs: DecodeEagleCudaGraphManager | None = None
 
@@ -223,7 +224,7 @@ class EagleSpeculator:
         """All at once where metadata follows on the device, else one by one, each planned anew."""
         assert self.decode_graphs is not None
         last = self.num_tokens - 1
-        if self.setup.draft_backend.can_advance:
+        if self.advances:
             self._build_draft_attn_metadata(target, last, descriptor)
             self.decode_graphs.replay(descriptor)
             return
@@ -363,7 +364,7 @@ class EagleSpeculator:
     def _run_decode(
         self, descriptor: BatchExecutionDescriptor, state: CapturedAttentionState
     ) -> None:
-        if self.setup.draft_backend.can_advance:
+        if self.advances:
             self._run_all_decodes(state, noise=True)
         else:
             self.decode(state.batch, self._draft_context(state.batch, state.metadata), noise=True)
@@ -371,5 +372,6 @@ class EagleSpeculator:
     def _run_all_decodes(self, state: CapturedAttentionState, noise: bool) -> None:
         for number in range(1, self.num_tokens):
             if number > 1:
+                assert self.setup.draft_backend.advance is not None
                 self.setup.draft_backend.advance(state.metadata)
             self.decode(state.batch, self._draft_context(state.batch, state.metadata), noise)

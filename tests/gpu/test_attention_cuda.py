@@ -1,6 +1,5 @@
 """Paged attention on a CUDA device: right for many shapes, right in a graph, and how fast."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -173,6 +172,11 @@ def time_graph(function: Callable[[], object], repeats: int = 10) -> float:
     return sorted(times)[repeats // 2]
 
 
+def skip_unless_h200() -> None:
+    if "H200" not in torch.cuda.get_device_name():
+        pytest.skip("what to expect was measured on an H200")
+
+
 def decode_loads(query_len: int, heads: Heads) -> Iterator[tuple[str, Load, int]]:
     for batch in (1, 8, 32):
         for context in (512, 8192, 32768):
@@ -184,56 +188,29 @@ def decode_loads(query_len: int, heads: Heads) -> Iterator[tuple[str, Load, int]
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("heads", [LLAMA_8B, Heads(8, 4, 64)])
 def test_decode_speed(heads: Heads, query_len: int, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = []
+    """On an H200 a large load reads at 3.8 TB/s and more; half of that would be a fall."""
+    lines, rates = [], []
     for name, load, num_bytes in decode_loads(query_len, heads):
         time = load.milliseconds()
-        lines.append(f"{name}: {1e3 * time:7.1f} us, {num_bytes / time / 1e9:5.2f} TB/s")
+        rates.append(num_bytes / time / 1e9)
+        lines.append(f"{name}: {1e3 * time:7.1f} us, {rates[-1]:5.2f} TB/s")
     with capsys.disabled():
         print(f"\n{heads}, {query_len} query tokens", *lines, sep="\n")
+    skip_unless_h200()
+    assert max(rates) > 1.9
 
 
 @pytest.mark.parametrize("heads", [LLAMA_8B, Heads(8, 4, 64)])
 def test_prompt_speed(heads: Heads, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = []
+    """On an H200 the largest runs at 350 TFLOP/s and more; half of that would be a fall."""
+    lines, rates = [], []
     for context, query_len in ((0, 512), (0, 2048), (0, 8192), (6144, 2048), (30720, 2048)):
         load = make_load(1, context, query_len, heads, 0)
         time, pairs = load.milliseconds(), query_len * (context + query_len / 2)
         rate = 4 * pairs * heads.num_kv * heads.group * heads.size / time / 1e9
+        rates.append(rate)
         lines.append(f"{query_len} behind {context}: {1e3 * time:7.1f} us, {rate:4.0f} TFLOP/s")
     with capsys.disabled():
         print(f"\n{heads}, prompts", *lines, sep="\n")
-
-
-@pytest.mark.skipif("STOOP_TUNE" not in os.environ, reason="a search, for STOOP_TUNE=1")
-def test_tilings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Times of other tilings, for whoever sets the constants."""
-    from stoop.ops.kernels import attention as kernels
-
-    def timed(load: Load) -> str:
-        try:
-            return f"{1e3 * load.milliseconds():8.1f}"
-        except Exception as error:  # out of shared memory
-            return type(error).__name__[:8].rjust(8)
-
-    found = []
-    for heads in (LLAMA_8B, Heads(8, 4, 64)):
-        loads = [make_load(1, 6144, 2048, heads, 0), make_load(1, 0, 8192, heads, 0)]
-        for m, n, warps, stages in (
-            (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3),
-            (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 4),
-        ):  # fmt: skip
-            tiling = kernels.Tiling(m, n, warps, stages)
-            monkeypatch.setattr(kernels, "prompt_tiling", lambda *_, tiling=tiling: tiling)
-            found.append(f"{heads.size} prompt {tiling}: " + " ".join(map(timed, loads)))
-        loads = [
-            make_load(b, c, 4, heads, 4) for b, c in ((1, 512), (1, 8192), (8, 8192), (32, 512))
-        ]
-        for n, warps, stages in (
-            (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 4, 5), (32, 4, 4), (32, 4, 6), (128, 4, 2),
-            (128, 4, 3), (64, 2, 4), (32, 2, 5), (64, 8, 4), (128, 8, 3),
-        ):  # fmt: skip
-            tiling = kernels.Tiling(16, n, warps, stages)
-            monkeypatch.setattr(kernels, "split_tiling", lambda *_, tiling=tiling: tiling)
-            found.append(f"{heads.size} splits {tiling}: " + " ".join(map(timed, loads)))
-    with capsys.disabled():
-        print("\nmicroseconds", *found, sep="\n")
+    skip_unless_h200()
+    assert max(rates) > 175
