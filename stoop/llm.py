@@ -63,7 +63,7 @@ class LLM:
         every = _as_list(prompts)
         params = _spread(sampling_params, len(every), SamplingParams())
         priorities = _spread(priority, len(every), 0)
-        ids = self._add_all(every, params, priorities)
+        ids = self._add_all(every, params, priorities, final_only=True)
         finished: dict[str, RequestOutput] = {}
         with _progress(use_tqdm, len(ids)) as advance:
             for output in self._run(ids):
@@ -101,13 +101,18 @@ class LLM:
         """One request's output after each step; leaving the loop early stops the request."""
         if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], int):
             raise RequestError("stream takes one prompt: use generate for several")
-        ids = self._add_all([prompt], [sampling_params or SamplingParams()], [0])
+        ids = self._add_all([prompt], [sampling_params or SamplingParams()], [0], final_only=False)
         yield from self._run(ids)
 
     # ---- inside ----
 
     def _add_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int],
+        *,
+        final_only: bool,
     ) -> list[str]:
         """Queue all or none."""
         ids: list[str] = []
@@ -115,27 +120,17 @@ class LLM:
             for prompt, each, level in zip(prompts, params, priority, strict=True):
                 request_id = str(self.num_requests)
                 self.num_requests += 1
-                self._add(request_id, prompt, each, level, len(ids) if len(prompts) > 1 else None)
+                try:
+                    self.engine.add_request(request_id, prompt, each, level, final_only=final_only)
+                except RequestError as error:
+                    if len(prompts) == 1:
+                        raise
+                    raise RequestError(f"prompts[{len(ids)}]: {error}") from None
                 ids.append(request_id)
         except BaseException:
             self._abort(ids)
             raise
         return ids
-
-    def _add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int,
-        place: int | None,
-    ) -> None:
-        try:
-            self.engine.add_request(request_id, prompt, params, priority)
-        except RequestError as error:
-            if place is None:
-                raise
-            raise RequestError(f"prompts[{place}]: {error}") from None
 
     def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these are done; whatever ends the loop early ends them too.

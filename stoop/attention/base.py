@@ -4,7 +4,7 @@ A backend builds one metadata object a step on the host and reads it in every la
 between steps lives in persistent buffers; what depends on a batch lives in the metadata.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
+from stoop.config.schema import ModelSpec
 from stoop.graph.support import GraphSupport
 from stoop.ops.inputs import SlotTensors
 from stoop.ops.rope import HeadNorms, Rotation, rotate_and_store
@@ -27,6 +28,17 @@ class AttentionShape:
     scale: float
     window: int | None = None  # a token sees itself and window - 1 before it
 
+    @staticmethod
+    def of(spec: ModelSpec, window: int | None) -> "AttentionShape":
+        scale = spec.head_dim**-0.5
+        return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, scale, window)
+
+
+def attention_shapes(decoders: Sequence[ModelSpec]) -> tuple[AttentionShape, ...]:
+    """The distinct ones of all layers."""
+    found = (AttentionShape.of(spec, w) for spec in decoders for w in spec.windows or (None,))
+    return tuple(dict.fromkeys(found))
+
 
 @dataclass(frozen=True)
 class AttentionSetup:
@@ -38,6 +50,8 @@ class AttentionSetup:
     max_model_len: int
     slots: SlotTensors
     dtype: torch.dtype = torch.float32  # of queries and cache
+    shapes: tuple[AttentionShape, ...] = ()  # distinct ones of all layers, the drafter's too
+    query_len: int = 1  # query tokens of a decoding request
 
 
 class AttentionBackend(Protocol):

@@ -92,6 +92,11 @@ class InputBuffers:
             row_drafts=zeros(max_reqs),
             row_slots=zeros(max_reqs),
         )
+        self._loaded: tuple[np.ndarray, np.ndarray] | None = None
+
+    def forget_rows(self) -> None:
+        """Somebody else has written the rows: what is loaded next must be copied."""
+        self._loaded = None
 
     def load_rows(
         self,
@@ -110,8 +115,7 @@ class InputBuffers:
         starts[1 : num_reqs + 1] = np.cumsum(query_lens)
         starts[num_reqs + 1 :] = starts[num_reqs]
         assert starts[-1] <= self.max_tokens, (starts[-1], self.max_tokens)
-        self._copy_in(self.rows.idx_mapping, idx_mapping)
-        self._copy_in(self.rows.query_start_loc, starts)
+        self._copy_rows(idx_mapping, starts)
         return InputBatch(
             plan_rows=rows,
             num_reqs=num_reqs,
@@ -128,6 +132,16 @@ class InputBuffers:
     def fill(self, slots: SlotTensors, block_size: int) -> None:
         """Phase I."""
         prepare_inputs(slots, self.rows, self.step, block_size)
+
+    def _copy_rows(self, idx_mapping: np.ndarray, starts: np.ndarray) -> None:
+        """A batch that goes on as it is has its rows in place."""
+        if self._loaded is not None:
+            before = self._loaded
+            if np.array_equal(before[0], idx_mapping) and np.array_equal(before[1], starts):
+                return
+        self._copy_in(self.rows.idx_mapping, idx_mapping)
+        self._copy_in(self.rows.query_start_loc, starts)
+        self._loaded = (idx_mapping, starts)
 
     def _copy_in(self, target: Tensor, host: np.ndarray) -> None:
         source = torch.from_numpy(host)

@@ -1,16 +1,22 @@
 """Results as a table for people and a JSON line for programs."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stoop.bench.offline import LatencyResult, Load, RunResult, Trace
+from stoop.bench.profile import KernelRow, short_name
 from stoop.bench.spec import SpecResult
+from stoop.bench.step import StepLoad, StepReport, device_name
+from stoop.config.schema import Config
 
 PERCENTILES = (50, 90, 99)
+MAX_KERNELS = 30  # lines of a table
 
 
 def print_throughput(result: RunResult) -> None:
@@ -48,23 +54,27 @@ def print_latency(results: list[LatencyResult]) -> None:
     if with_peer:
         columns += ["HF tok/s", "ratio"]
     first = results[0].load
-    title = f"latency: {first.input_len} prompt and {first.output_len} answer tokens, "
+    lengths = sorted({result.load.input_len for result in results})
+    title = f"latency: {', '.join(map(str, lengths))} prompt and {first.output_len} answer tokens, "
     table = Table(title=title + results[0].dtype)
+    if len(lengths) > 1:
+        columns = ["prompt", *columns]
     for column in columns:
         table.add_column(column, justify="right")
     records = []
-    single = next((r.tokens_per_s for r in results if r.load.num_requests == 1), None)
+    singles = {r.load.input_len: r.tokens_per_s for r in results if r.load.num_requests == 1}
     for result in results:
-        record = _latency_record(result, single)
+        record = _latency_record(result, singles.get(result.load.input_len))
         records.append(record)
         scaling = record["speedup_over_batch_1"]
         cells = [
+            *([str(record["input_len"])] if len(lengths) > 1 else []),
             str(record["batch_size"]),
             f"{record['tokens_per_s']:.1f}",
             f"{scaling:.2f}x" if scaling else "",
             f"{record['ttft_ms']['p50']:.0f}",
-            f"{record['itl_ms']['p50']:.1f}",
-            f"{record['itl_ms']['p99']:.1f}",
+            f"{record['itl_ms']['p50']:.2f}",
+            f"{record['itl_ms']['p99']:.2f}",
             f"{record['weight_gb_per_s']:.1f}",
         ]
         if with_peer:
@@ -144,6 +154,96 @@ def print_drafts(load: Load, results: list[SpecResult]) -> None:
         )
     Console().print(table)
     _print_json({"bench": "spec", "results": [result.as_record() for result in results]})
+
+
+def print_steps(report: StepReport) -> None:
+    config, first = report.llm.config, report.rows[0].load
+    table = Table(title=f"steps of {_setting(report.shape, config, first)}")
+    columns = ("batch", "step", "floor", "ratio", "TB/s", "kernels", "busy", "idle", "host")
+    for column in columns:
+        table.add_column(column, justify="right")
+    records = [row.as_record() for row in report.rows]
+    for record in records:
+        table.add_row(
+            str(record["batch"]),
+            f"{record['ms_per_step']:.3f}",
+            f"{record['floor_ms']:.3f}",
+            f"{record['ratio']:.2f}x",
+            f"{record['tb_per_s']:.3f}",
+            _figure(record["kernels_per_step"], 0),
+            *(_figure(record[name], 3) for name in ("busy_ms", "idle_ms", "host_ms")),
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"[dim]times in ms; floor: to read weights and live KV at {report.bandwidth / 1e12:.3f} "
+        "TB/s, which was measured here; kernels to host: of a step under the profiler[/dim]"
+    )
+    console.print(
+        f"engine ready in {report.start_s:.1f} s, first token {report.first_token_s:.2f} s later"
+    )
+    _print_json(
+        {
+            "bench": "step",
+            **_setting_record(report.shape, config, first),
+            "steps": first.steps,
+            "start_s": report.start_s,
+            "first_token_s": report.first_token_s,
+            "bandwidth_tb_per_s": report.bandwidth / 1e12,
+            "rows": records,
+        }
+    )
+
+
+def print_profile(
+    shape: str, config: Config, load: StepLoad, rows: list[KernelRow], path: str
+) -> None:
+    table = Table(title=f"one step of {_setting(shape, config, load)}, batch {load.batch}")
+    table.add_column("kernel" if config.device.device != "cpu" else "operation")
+    for column in ("calls", "us", "share"):
+        table.add_column(column, justify="right")
+    shown, rest = rows[:MAX_KERNELS], rows[MAX_KERNELS:]
+    for row in shown:
+        name, share = short_name(row.name), f"{row.share:.1%}"
+        table.add_row(Text(name), f"{row.calls:.1f}", f"{row.us:.1f}", share)
+    if rest:
+        calls, us, share = (sum(getattr(r, n) for r in rest) for n in ("calls", "us", "share"))
+        table.add_row(f"{len(rest)} more", f"{calls:.1f}", f"{us:.1f}", f"{share:.1%}")
+    table.add_row("all", *(f"{sum(getattr(r, n) for r in rows):.1f}" for n in ("calls", "us")))
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]trace: {path} (chrome://tracing, ui.perfetto.dev)[/dim]")
+    _print_json(
+        {
+            "bench": "profile",
+            **_setting_record(shape, config, load),
+            "batch": load.batch,
+            "trace": path,
+            "kernels": [asdict(row) for row in rows],
+        }
+    )
+
+
+def _setting(shape: str, config: Config, load: StepLoad) -> str:
+    drafts = f"K = {config.schedule.num_drafts}" if config.spec else "plain"
+    context = f"{'context' if load.planted else 'prompt'} {load.length}"
+    return f"{shape}, {drafts}, {context}, {config.device.dtype} on {config.device.device}"
+
+
+def _setting_record(shape: str, config: Config, load: StepLoad) -> dict[str, Any]:
+    return {
+        "shape": shape,
+        "k": config.schedule.num_drafts,
+        "prompt_len": None if load.planted else load.length,
+        "context": load.length if load.planted else None,
+        "graph_mode": config.graph.mode,
+        "dtype": config.device.dtype,
+        "device": device_name(config.device.device),
+    }
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _times(traces: list[Trace]) -> dict[str, dict[str, float]]:

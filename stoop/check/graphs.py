@@ -24,11 +24,12 @@ from stoop.config.resolve import attention_backends
 from stoop.config.schema import EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 from stoop.core.sampling_params import SamplingParams
-from stoop.core.step import StepPlan, StepResult
+from stoop.core.step import StepPlan
 from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.graph.manager import CudaGraphManager
 from stoop.llm import LLM
 from stoop.worker.device import find_device
+from stoop.worker.output import LaunchedStep
 
 TINY = "tiny"
 TINY_CONFIG = {
@@ -142,7 +143,8 @@ def run_checks(
     eager = LLM(folder, **{k: v for k, v in options.items() if k != "capture_sizes"})
     device = eager.config.device
     expected = _eager_outcomes(eager, workloads) if device.dtype == "float64" else None
-    backends = backends or attention_backends(device.device, device.dtype)
+    head_dim = eager.config.model.head_dim
+    backends = backends or attention_backends(device.device, device.dtype, head_dim)
     del eager
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):
@@ -234,20 +236,20 @@ def _run(llm: LLM, workload: Workload) -> Outcome:
 def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
     """Note after each step what stands behind the known tokens of its rows."""
     runner = llm.engine.runner
-    slots, execute = runner.state.tensors, runner.execute
+    slots, launch = runner.state.tensors, runner.launch
     first = llm.num_requests
 
-    def spy(plan: StepPlan) -> StepResult:
-        result = execute(plan)
+    def spy(plan: StepPlan) -> LaunchedStep:
+        launched = launch(plan)
         for row in plan.rows:
             known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
             number = int(row.request_id.split("/")[0]) - first
             drafts = slots.token_ids[row.slot, known : known + count].tolist()
             outcome.drafts[f"{number}", known] = drafts
-        return result
+        return launched
 
-    runner.execute = spy  # type: ignore[method-assign]
+    runner.launch = spy  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del runner.execute
+        del runner.launch

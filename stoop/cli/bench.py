@@ -1,26 +1,69 @@
 """`stoop bench`: speed, as a table and as a JSON line."""
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoop.cli.options import engine_flags
+from stoop.cli.options import Command, engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stoop.bench.step import StepLoad
 
 bench = typer.Typer(
     help="Measure speed. The last line of the output is JSON.", no_args_is_help=True
 )
 
+DEFAULT_MODEL = "smollm2-135m"
 Model = Annotated[str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")]
 InputLen = Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens of a request")]
 OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens of a request")]
+Shape = Annotated[
+    str,
+    typer.Option(
+        help="llama-8b, llama-1b or smollm2-135m: dummy weights; or the path of a model folder or "
+        "GGUF file: its own weights"
+    ),
+]
+Drafts = Annotated[
+    int,
+    typer.Option("--k", help="drafts a step, by an EAGLE-3 head that is never right; 0: plain"),
+]
+PromptLen = Annotated[int, typer.Option(min=1, help="prompt tokens of a request")]
+Context = Annotated[
+    int | None,
+    typer.Option(min=1, help="instead of a prompt: so many tokens with made-up KV, not computed"),
+]
+StepGraphMode = Annotated[str, typer.Option(help="as for an engine")]
+
+# Options that follow from the shape and the load.
+_SET_BY_LOAD = (
+    "tokenizer",
+    "revision",
+    "skip_tokenizer_init",
+    "load_format",
+    "speculative_config",
+    "graph_mode",
+    "max_model_len",
+    "max_num_seqs",
+    "num_kv_blocks",
+    "kv_cache_memory",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "sanitize",
+)
+
+
+def _shape_flags(command: Command) -> Command:
+    return engine_flags(command, without=_SET_BY_LOAD)
 
 
 @bench.command()
 @engine_flags
 def throughput(
-    model: Model = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     num_prompts: Annotated[int, typer.Option(min=1, help="requests in all")] = 16,
     input_len: InputLen = 64,
     output_len: OutputLen = 64,
@@ -37,13 +80,19 @@ def throughput(
 @bench.command()
 @engine_flags
 def latency(
-    model: Model = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     batch_size: Annotated[
         str, typer.Option(help="requests at a time; several sizes as 1,8")
     ] = "1,8",
-    input_len: InputLen = 40,
+    input_len: Annotated[
+        str, typer.Option(help="prompt tokens of a request; several lengths as 512,4096")
+    ] = "40",
     output_len: OutputLen = 64,
     repeat: Annotated[int, typer.Option(min=1, help="runs of each size")] = 3,
+    shape: Annotated[
+        str | None, typer.Option(help="instead of a model: as for `bench step`")
+    ] = None,
+    k: Annotated[int, typer.Option("--k", help="with --shape: as for `bench step`")] = 0,
     peer: Annotated[
         str | None,
         typer.Option(help="transformers: measure its generate in the same run and dtype"),
@@ -53,21 +102,91 @@ def latency(
     """Fixed batches from prompt to last token: time to first token, between tokens, tokens/s."""
     from stoop.bench.offline import Load, measure_latency
     from stoop.bench.report import print_latency
+    from stoop.bench.shapes import open_shape
 
-    sizes = _sizes(batch_size)
+    sizes, lengths = _sizes(batch_size), _sizes(input_len)
     if peer not in (None, "transformers"):
         raise ConfigError(f"--peer {peer}: transformers is the only one")
+    if k and shape is None:
+        raise ConfigError(f"--k {k} is about the head of a --shape: add one, or use -sc")
+    if shape is not None and (model != DEFAULT_MODEL or (k and engine["speculative_config"])):
+        raise ConfigError("--shape is the model, and --k its head: leave out the other ones")
     if engine["max_num_seqs"] is None:
         engine = {**engine, "max_num_seqs": max(sizes)}
-    llm = start_llm(model, engine)
-    loads = [Load(size, input_len, output_len) for size in sizes]
+    if shape is None:
+        llm = start_llm(model, engine)
+    else:
+        longest = engine["max_model_len"] or max(lengths) + output_len + k
+        with open_shape(shape, k, longest) as (folder, options):
+            llm = start_llm(folder, {**engine, "max_model_len": longest, **options})
+    loads = [Load(size, length, output_len) for length in lengths for size in sizes]
     results = measure_latency(llm, loads, repeat, with_transformers=peer is not None)
     print_latency(results)
 
 
 @bench.command()
+@_shape_flags
+def step(
+    shape: Shape = "llama-8b",
+    k: Drafts = 3,
+    batch: Annotated[str, typer.Option(help="requests at a time; several as 1,8")] = "1,8,32,64",
+    prompt_len: PromptLen = 512,
+    context: Context = None,
+    graph_mode: StepGraphMode = "step",
+    steps: Annotated[int, typer.Option(min=1, help="timed steps of a run")] = 256,
+    repeat: Annotated[int, typer.Option(min=1, help="runs of each batch; the median counts")] = 3,
+    engine: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """Milliseconds of a decode step in the engine's own loop, beside the time to read its memory.
+
+    floor: weights and live KV once, the head's K times, at the read bandwidth measured here.
+    On CUDA, of a further run under torch.profiler:
+    kernels: how many a step has, copies and fills among them; busy: any of them runs;
+    idle: none runs, between launches or replays; pauses inside a graph are not in it;
+    host: it does not wait for a stream, an event or a copy to itself.
+    """
+    from stoop.bench.report import print_steps
+    from stoop.bench.step import measure_steps
+
+    loads = [_step_load(size, prompt_len, context, steps) for size in _sizes(batch)]
+    engine = {**engine, "graph_mode": graph_mode}
+    print_steps(measure_steps(shape, k, loads, repeat, engine, start_llm))
+
+
+@bench.command()
+@_shape_flags
+def profile(
+    shape: Shape = "llama-8b",
+    k: Drafts = 3,
+    batch: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    prompt_len: PromptLen = 512,
+    context: Context = None,
+    graph_mode: StepGraphMode = "step",
+    out: Annotated[str, typer.Option(help="file for the Chrome trace")] = "trace.json",
+    engine: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """What a decode step spends its time on, by kernel or CPU operation, and a Chrome trace."""
+    from stoop.bench.profile import kernel_rows
+    from stoop.bench.report import print_profile
+    from stoop.bench.step import record_steps, start_shaped
+
+    if not Path(out).absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: its folder does not exist, make it first")
+    load = _step_load(batch, prompt_len, context, steps=1)
+    llm = start_shaped(shape, k, [load], {**engine, "graph_mode": graph_mode}, start_llm)
+    trace, span = record_steps(llm, load, Path(out))
+    print_profile(shape, llm.config, load, kernel_rows(trace, span.steps), out)
+
+
+def _step_load(batch: int, prompt_len: int, context: int | None, steps: int) -> "StepLoad":
+    from stoop.bench.step import StepLoad
+
+    return StepLoad(batch, context or prompt_len, context is not None, steps)
+
+
+@bench.command()
 def graphs(
-    model: Model = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     modes: Annotated[
         str, typer.Option(help="graph modes, with commas between")
     ] = "none,piecewise,full,step",

@@ -9,6 +9,7 @@ import typer
 from stoop.cli.bench import bench
 from stoop.cli.chat import chat
 from stoop.cli.check import check
+from stoop.cli.compare import compare
 from stoop.cli.generate import generate
 from stoop.cli.pull import pull
 from stoop.config.environ import log_level
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(pull)
 app.command()(check)
+app.command()(compare)
 app.add_typer(bench, name="bench")
 
 

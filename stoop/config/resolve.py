@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import importlib.util
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +21,10 @@ from stoop.config.schema import (
     SpecConfig,
 )
 
-ATTENTION_BACKENDS = ("reference", "hostplan", "triton")
+ATTENTION_BACKENDS = ("reference", "hostplan", "triton", "flashinfer")
+FLASHINFER_HEAD_SIZES = (64, 128, 256)
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
+MAX_RUN_AHEAD = 8
 MIN_KV_BLOCKS = 2  # the null block and one to use
 
 
@@ -50,16 +53,18 @@ def resolve(
     """`device` is the concrete one that the worker found for `options.device`."""
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format={options.load_format!r}: use auto or dummy")
-    schedule = _schedule(options, model, device, spec)
     dtype = _dtype(options.dtype, model)
+    backend = _attention(options.attention_backend, device, dtype)
+    schedule = _schedule(options, model, device, spec)
+    schedule = dataclasses.replace(schedule, run_ahead=_run_ahead(options, device, backend))
     return Config(
         model=model,
         load=LoadConfig(folder, options.load_format == "dummy", options.seed),
         device=DeviceConfig(device, dtype),
         cache=_cache(options),
         schedule=schedule,
-        attention_backend=_attention(options.attention_backend, device, dtype),
-        graph=_graph(options, max_tokens=schedule.max_num_batched_tokens),
+        attention_backend=backend,
+        graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
         spec=spec,
     )
 
@@ -74,10 +79,15 @@ def _attention(asked: str, device: str, dtype: str) -> str:
     return asked
 
 
-def attention_backends(device: str, dtype: str) -> list[str]:
-    """Those that run on a device."""
-    kernels = device.startswith("cuda") and dtype != "float64"
-    return [name for name in ATTENTION_BACKENDS if kernels or name != "triton"]
+def attention_backends(device: str, dtype: str, head_dim: int) -> list[str]:
+    """Those that run a model on a device, of what is installed."""
+    cuda = device.startswith("cuda")
+    served = cuda and dtype in ("bfloat16", "float16") and head_dim in FLASHINFER_HEAD_SIZES
+    runs = {
+        "triton": cuda and dtype != "float64",
+        "flashinfer": served and importlib.util.find_spec("flashinfer") is not None,
+    }
+    return [name for name in ATTENTION_BACKENDS if runs.get(name, True)]
 
 
 def _dtype(asked: str, model: ModelSpec) -> str:
@@ -108,10 +118,28 @@ def _cache(options: EngineOptions) -> CacheConfig:
     )
 
 
-def _graph(options: EngineOptions, max_tokens: int) -> GraphConfig:
+def _run_ahead(options: EngineOptions, device: str, backend: str) -> int:
+    asked = options.run_ahead
+    if backend == "flashinfer":  # its plans need lengths that only a result tells
+        if asked:
+            raise ConfigError(
+                f"run_ahead={asked}: attention_backend=flashinfer plans each step from the results "
+                "of the one before; use run_ahead=0 or another backend"
+            )
+        return 0
+    if asked is None:
+        return 0 if device == "cpu" else 1
+    if _integer("run_ahead", asked, least=0) > MAX_RUN_AHEAD:
+        raise ConfigError(f"run_ahead={asked}: use at most {MAX_RUN_AHEAD}")
+    return asked
+
+
+def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
     mode, sanitize = options.graph_mode, _switch("sanitize", options.sanitize)
+    if mode == "auto":
+        mode = "none" if device == "cpu" else "step"
     if mode not in GRAPH_MODES:
-        raise ConfigError(f"graph_mode={mode!r}: use {', '.join(GRAPH_MODES)}")
+        raise ConfigError(f"graph_mode={mode!r}: use auto, {', '.join(GRAPH_MODES)}")
     if mode == "none" and (sanitize or options.capture_sizes is not None):
         raise ConfigError(
             "sanitize and capture_sizes are about graphs, and graph_mode is none: choose a mode"

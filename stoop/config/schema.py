@@ -133,6 +133,7 @@ class ScheduleConfig:
     enable_chunked_prefill: bool = True
     num_drafts: int = 0  # K
     drafter_has_kv: bool = False  # in the same blocks as the target's
+    run_ahead: int = 0  # steps under way beside the one whose result is awaited
 
     @property
     def query_len(self) -> int:
@@ -219,13 +220,23 @@ class EngineOptions:
     attention_backend: str = field(
         default="auto",
         metadata={
-            "help": "auto (triton on CUDA, reference elsewhere), triton, reference, or hostplan: "
-            "planned on the host, for testing graphs"
+            "help": "auto (triton on CUDA, reference elsewhere), triton, reference, flashinfer "
+            "(an extra: stoop[flashinfer]), or hostplan: planned on the host, for testing graphs"
         },
     )
     graph_mode: str = field(
-        default="none",
-        metadata={"help": "none, piecewise, full, full_decode_only, full_and_piecewise or step"},
+        default="auto",
+        metadata={
+            "help": "none, piecewise, full, full_decode_only, full_and_piecewise, step, or auto: "
+            "step on CUDA, none elsewhere"
+        },
+    )
+    run_ahead: int | None = field(
+        default=None,
+        metadata={
+            "help": "steps to launch before the result of one is read; default: 1 on CUDA, "
+            "0 elsewhere"
+        },
     )
     speculative_config: str | Mapping[str, Any] | None = field(
         default=None,

@@ -1,6 +1,6 @@
 """What a user gets back."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -32,7 +32,8 @@ class SpecCounts:
             self.num_accepted_tokens_per_pos[position] += 1
 
     def copy(self) -> "SpecCounts":
-        return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
+        counts = list(self.num_accepted_tokens_per_pos)
+        return SpecCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, counts)
 
     @property
     def mean_acceptance_length(self) -> float:

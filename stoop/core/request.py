@@ -1,5 +1,6 @@
 """A request on the host, from arrival to finish."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -40,12 +41,14 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     rules: TokenRules
     priority: int = 0  # lower is served first
-    arrival: int = 0  # order of arrival, given by the scheduler
+    # Given by the scheduler.
+    arrival: int = 0  # order of arrival
+    token_limit: int = 0  # known tokens at which it ends at the latest
 
     # Progress.
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
-    num_computed: int = 0  # tokens whose KV is written; an upper bound while a step is in flight
+    num_computed: int = 0  # tokens whose KV is written; an upper bound while steps are in flight
     num_cached: int | None = None  # prompt tokens that the prefix cache spared at first
     num_preemptions: int = 0
     finish_reason: str | None = None  # stop, length or abort
@@ -55,6 +58,9 @@ class Request:
     # What it holds while running.
     slot: int = -1
     epoch: int = -1  # of its stay in a slot, so that a late result is told from a live one
+    in_flight: deque[int] = field(default_factory=deque)  # steps: tokens that each may yield
+    num_pending: int = 0  # their sum
+    num_due: int = 0  # how many of them must yield a token
     block_ids: list[int] = field(default_factory=list)
     num_offered_blocks: int = 0  # full blocks that the prefix cache knows of
     prefix_nodes: list[PrefixNode] = field(default_factory=list)  # of full blocks, in order
@@ -66,6 +72,34 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_expected(self) -> int:
+        """Known tokens once every step in flight has yielded all that it may."""
+        return len(self.token_ids) + self.num_pending
+
+    def launch(self, num_tokens: int, num_yielded: int) -> None:
+        """A step computes `num_tokens` of it and may yield so many, at least one unless none."""
+        self.in_flight.append(num_yielded)
+        self.num_pending += num_yielded
+        self.num_due += num_yielded > 0
+        self.num_computed += num_tokens
+
+    def land(self) -> None:
+        """The oldest step's result is here."""
+        num_yielded = self.in_flight.popleft()
+        self.num_pending -= num_yielded
+        self.num_due -= num_yielded > 0
+
+    def forget_steps(self) -> None:
+        """Results of steps in flight will be late."""
+        self.in_flight.clear()
+        self.num_pending = self.num_due = 0
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the steps under way are sure to reach the request's limit."""
+        return len(self.token_ids) + self.num_due >= self.token_limit
 
     @property
     def num_prompt_tokens(self) -> int:

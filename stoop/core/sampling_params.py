@@ -128,6 +128,10 @@ class SamplingParams:
                 raise RequestError(f"{name}={getattr(self, name)!r}: use True or False")
 
     @property
+    def wants_scores(self) -> bool:
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 

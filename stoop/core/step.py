@@ -1,5 +1,6 @@
 """What passes between the scheduler and the worker: a plan in, a result out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stoop.core.request import TokenRules
@@ -25,7 +26,7 @@ class BlockAppend:
     block_ids: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made for every request in every step: freezing would cost
 class PlannedRow:
     """One request's share of a step."""
 
@@ -63,13 +64,13 @@ class TokenScores:
     rank: int  # of the token itself, 1 is best
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RowResult:
     request_id: str
     epoch: int
     token_ids: list[int]  # empty for a chunk that does not reach the prompt's end
-    scores: list[TokenScores] = field(default_factory=list)  # one a token, if asked for
-    prompt_scores: list[TokenScores] = field(default_factory=list)  # of this chunk, if asked for
+    scores: Sequence[TokenScores] = ()  # one a token, if asked for
+    prompt_scores: Sequence[TokenScores] = ()  # of this chunk, if asked for
     prompt_scores_start: int = 0  # the prompt token that the first of them scores
     num_drafts: int = 0  # drafts that were verified; all but one of the tokens are such
 

@@ -1,5 +1,12 @@
-"""The loop: schedule, run, take in the results."""
+"""The loop: schedule, launch, take in the results.
 
+With `run_ahead` the host launches that many steps beyond the one whose result it reads, so that the
+device never waits for it; with 0 it is the plain loop.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +19,7 @@ from stoop.config.speculation import parse_speculation, settle_speculation
 from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
-from stoop.core.step import StepResult
+from stoop.core.step import StepPlan, StepResult
 from stoop.engine.inputs import InputProcessor, Prompt
 from stoop.engine.outputs import Answer, RequestGroup
 from stoop.models.head_config import proposed_drafts, read_head_spec
@@ -20,6 +27,7 @@ from stoop.models.hf_config import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
 from stoop.worker.device import find_device
+from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner
 
 
@@ -34,6 +42,7 @@ class Engine:
         self.inputs = InputProcessor(config, tokenizer, seed)
         self.runner = ModelRunner(config, report)
         self.scheduler = Scheduler(config.schedule, config.cache, self.runner.num_blocks)
+        self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}
 
@@ -45,8 +54,13 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams,
         priority: int = 0,
+        *,
+        final_only: bool = False,
     ) -> None:
-        """Queue a request; one that cannot be served as asked is refused whole."""
+        """Queue a request; one that cannot be served as asked is refused whole.
+
+        With `final_only` a step returns its output when it is finished, and not before.
+        """
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -59,7 +73,7 @@ class Engine:
         ]
         for request in requests:
             self.scheduler.add(request)
-        group = RequestGroup(request_id, text, requests, self.tokenizer)
+        group = RequestGroup(request_id, text, requests, self.tokenizer, final_only)
         self._groups[request_id] = group
         for answer in group.answers:
             self._answers[answer.request.request_id] = (group, answer)
@@ -72,6 +86,7 @@ class Engine:
         for answer in group.answers:
             self.scheduler.finish(answer.request, "abort")
             answer.finish()
+        group.note_times()
         return self._output(group)
 
     def is_open(self, request_id: str) -> bool:
@@ -84,18 +99,36 @@ class Engine:
     # ---- one step ----
 
     def step(self) -> list[RequestOutput]:
-        """Advance every request that the scheduler picks; returns those that changed."""
+        """Launch steps as far ahead as allowed, then read the oldest result; returns the requests
+        that it changed."""
         if not self.has_work:
             return []
-        plan = self.scheduler.schedule()
-        assert plan.rows, "there is work, yet nothing could be scheduled"
-        groups = {self._answers[row.request_id][0].request_id for row in plan.rows}
+        while self._may_launch():
+            plan = self.scheduler.schedule(results_pending=bool(self._in_flight))
+            if plan is None:
+                break
+            with self._losing_only(plan):
+                self._in_flight.append((plan, self.runner.launch(plan)))
+        assert self._in_flight, "there is work, yet nothing could be scheduled"
+        plan, launched = self._in_flight.popleft()
+        with self._losing_only(plan):
+            return self._take(launched.result())
+
+    def _may_launch(self) -> bool:
+        """Log-probabilities are made of hidden states, which the next step would write over."""
+        if self._in_flight and self._in_flight[-1][1].wants_scores:
+            return False
+        return len(self._in_flight) <= self.config.schedule.run_ahead
+
+    @contextmanager
+    def _losing_only(self, plan: StepPlan) -> Iterator[None]:
+        """Half a step may have happened to the plan's requests; nobody else is touched."""
         try:
-            return self._take(self.runner.execute(plan))
+            yield
         except BaseException:
-            # Half a step may have happened to these; nobody else was touched.
-            for request_id in groups:
-                self.abort_request(request_id)
+            for row in plan.rows:
+                if row.request_id in self._answers:
+                    self.abort_request(self._answers[row.request_id][0].request_id)
             raise
 
     def _take(self, result: StepResult) -> list[RequestOutput]:
@@ -111,7 +144,11 @@ class Engine:
                 # What came behind the stop string in the same run was not generated for anybody.
                 self.scheduler.stats.num_generated_tokens -= num_tokens - request.num_tokens
             changed[group.request_id] = group
-        outputs = [self._output(group) for group in changed.values()]
+        outputs = []
+        for group in changed.values():
+            group.note_times()
+            if group.finished or not group.final_only:
+                outputs.append(self._output(group))
         if not self.has_work:
             self.scheduler.check_idle()
         return outputs
@@ -124,7 +161,6 @@ class Engine:
             self.scheduler.finish(request, "stop", stop)
 
     def _output(self, group: RequestGroup) -> RequestOutput:
-        group.note_times()
         if group.finished:
             del self._groups[group.request_id]
             for answer in group.answers:

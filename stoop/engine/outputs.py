@@ -101,9 +101,12 @@ class RequestGroup:
         prompt: str | None,
         requests: Sequence[Request],
         tokenizer: Tokenizer | None,
+        final_only: bool = False,
     ) -> None:
         self.request_id = request_id
+        self.final_only = final_only
         self.prompt = prompt
+        self.prompt_token_ids = list(requests[0].prompt_token_ids)  # one list for all outputs
         self.answers = [Answer(i, request, tokenizer) for i, request in enumerate(requests)]
         self.tokenizer = tokenizer
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -129,17 +132,21 @@ class RequestGroup:
             self.prompt_logprobs.append(decode_scores(scores, self.tokenizer))
 
     def note_times(self) -> None:
+        times = self.times
+        finished = self.finished
+        if times.first_token is not None and not finished:
+            return
         now = time.perf_counter()
         started = any(answer.request.num_output_tokens for answer in self.answers)
-        first = self.times.first_token or (now if started else None)
-        self.times = RequestTimes(self.times.arrival, first, now if self.finished else None)
+        first = times.first_token or (now if started else None)
+        self.times = RequestTimes(times.arrival, first, now if finished else None)
 
     def output(self) -> RequestOutput:
         first = self.answers[0].request
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(first.prompt_token_ids),
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.output() for answer in self.answers],
             finished=self.finished,
             prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),

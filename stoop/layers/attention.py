@@ -22,13 +22,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.q_size = spec.num_heads * spec.head_dim
         self.kv_size = spec.num_kv_heads * spec.head_dim
-        self.shape = AttentionShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            window=window,
-        )
+        self.shape = AttentionShape.of(spec, window)
         self.qkv_proj = FusedLinear(
             ("q_proj", "k_proj", "v_proj"),
             in_size or spec.hidden_size,
@@ -39,14 +33,23 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        stream: Tensor,
+        rotation: Rotation,
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """The stream with what `x`, normalised by `norm`, attends to."""
         shape = self.shape
-        qkv = self.qkv_proj(x).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        qkv = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
+        qkv = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         out = ctx.attend(self.layer, shape, qkv, rotation, norms)
-        return self.o_proj(out.reshape(-1, self.q_size))
+        return self.o_proj.onto(out.reshape(-1, self.q_size), stream)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoop.layers.weights import WeightSlot, empty_parameter
-from stoop.ops.linear import linear
+from stoop.ops.linear import logits_of
 
 
 class Embedding(nn.Module):
@@ -44,7 +44,8 @@ class OutputHead(nn.Module):
         return embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight)
+        """[n, hidden_size] to [n, vocab_size], in float32 or better."""
+        return logits_of(hidden, self.weight)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         if self.own is not None:

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import WeightSlot, empty_parameter
-from stoop.ops.linear import linear
+from stoop.ops.linear import linear, linear_add, norm_linear, norm_linear_silu
 
 
 class FusedLinear(nn.Module):
@@ -22,6 +23,17 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+    def onto(self, x: Tensor, stream: Tensor) -> Tensor:
+        """Its outputs added to the residual stream."""
+        return linear_add(x, self.weight, self.bias, stream)
+
+    def of_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def gated_of_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """silu of its first half times the second."""
+        return norm_linear_silu(x, norm.weight, norm.eps, self.weight, self.bias)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         start = 0

@@ -1,11 +1,11 @@
-"""RMSNorm with its residual add."""
+"""RMSNorm."""
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from stoop.layers.weights import WeightSlot, empty_parameter
-from stoop.ops.norm import add_rms_norm, rms_norm
+from stoop.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -16,10 +16,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum, and the sum itself."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield WeightSlot("weight", self.weight.data)

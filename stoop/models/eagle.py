@@ -6,7 +6,7 @@ feature side by side, and has an output matrix of its own, often over fewer toke
 spells out all that differs between published heads. The head knows nothing of requests or graphs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -21,7 +21,7 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.weights import WeightSlot, prefixed
 from stoop.models.llama import MLP, DecoderLayer, LlamaModel
-from stoop.ops.norm import join_norms
+from stoop.ops.norm import join_embedded, join_norms
 from stoop.ops.rope import Rotation
 
 
@@ -35,13 +35,9 @@ class Eagle1Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.mlp = MLP(decoder)
 
-    def forward(
-        self, joined: Tensor, rotation: Rotation, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (branch, residual), whose sum is the stream."""
-        attended = self.self_attn(joined, rotation, ctx)
-        normed, residual = self.post_attention_layernorm.add(attended, joined)
-        return self.mlp(normed), residual
+    def forward(self, joined: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        stream = self.self_attn(joined, None, joined, rotation, ctx)
+        return self.mlp(stream, self.post_attention_layernorm)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from prefixed("self_attn", self.self_attn.weight_slots())
@@ -66,17 +62,20 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(decoder)
 
     def forward(
-        self, embedded: Tensor, feature: Tensor, rotation: Rotation, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (branch, residual), whose sum is the stream."""
-        weights = (self.input_layernorm.weight, self.hidden_norm.weight)
-        joined = join_norms((embedded, feature), weights, self.hidden_norm.eps)
+        self,
+        token_ids: Tensor,
+        embedding: Embedding,
+        feature: Tensor,
+        rotation: Rotation,
+        ctx: ForwardContext,
+    ) -> Tensor:
+        norms, eps = (self.input_layernorm.weight, self.hidden_norm.weight), self.hidden_norm.eps
+        joined = join_embedded(token_ids, embedding.weight, norms[0], feature, norms[1], eps)
         stream = feature
         if self.norm_before_residual:
-            stream = joined[:, embedded.shape[1] :].contiguous()
-        attended = self.self_attn(joined, rotation, ctx)
-        normed, residual = self.post_attention_layernorm.add(attended, stream)
-        return self.mlp(normed), residual
+            stream = joined[:, feature.shape[1] :].contiguous()
+        stream = self.self_attn(joined, None, stream, rotation, ctx)
+        return self.mlp(stream, self.post_attention_layernorm)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
@@ -130,45 +129,50 @@ class EagleHead(nn.Module):
             dtype=weight.dtype,
         )
 
-    def condense(self, streams: Sequence[Tensor]) -> Tensor:
-        """The target's streams, each [tokens, target_hidden_size], into features of EAGLE-3."""
+    def condense(self, streams: Tensor) -> Tensor:
+        """The target's streams into features of EAGLE-3.
+
+        streams: [tokens, number of taps, target_hidden_size]
+        """
+        joined = streams.flatten(1)
         if self.spec.fc_norms:
             weights = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
-            joined = join_norms(streams, weights, self.spec.decoder.rms_norm_eps)
-        else:
-            joined = torch.cat(tuple(streams), dim=-1)
+            joined = join_norms(streams.unbind(dim=1), weights, self.spec.decoder.rms_norm_eps)
         if self.input_norm is not None:
             joined = self.input_norm(joined)
         return self.fc(joined)
 
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """One pass: states to make logits of, and features for the next draft.
+    ) -> Tensor:
+        """One pass: [tokens, hidden_size], the stream as it leaves the last layer.
 
         token_ids: [tokens], those that follow; features: [tokens, hidden_size], for EAGLE-1 of the
-        target's size; both returned are [tokens, hidden_size]
+        target's size
         """
         assert self.rotary is not None, "call attach() first"
         rotation = self.rotary.at(positions)
-        embedded = (self.embed_tokens or self.target.embed_tokens)(token_ids)
+        embedding = self.embed_tokens or self.target.embed_tokens
         if self.eagle3:
-            branch, residual = self.first(embedded, features, rotation, ctx)
+            stream = self.first(token_ids, embedding, features, rotation, ctx)
         else:
-            joined = self.fc(torch.cat((embedded, features), dim=-1))
-            branch, residual = self.first(joined, rotation, ctx)
+            joined = self.fc(torch.cat((embedding(token_ids), features), dim=-1))
+            stream = self.first(joined, rotation, ctx)
         for layer in self.rest:
-            branch, residual = layer(branch, residual, rotation, ctx)
+            stream = layer(stream, rotation, ctx)
+        return stream
+
+    def finish(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Of any rows of the stream: states to make logits of, and features for the next draft."""
         if self.norm is None:
-            stream = residual + branch
             return stream, stream
-        normed, stream = self.norm.add(branch, residual)
+        normed = self.norm(stream)
         return normed, normed if self.spec.norm_output else stream
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, hidden_size] to [n, draft vocabulary], in float32 or better."""
-        logits = (self.lm_head or self.target.lm_head)(states)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        logits: Tensor = (self.lm_head or self.target.lm_head)(states)
+        return logits
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Numbers of the draft vocabulary as token ids of the target."""

@@ -6,7 +6,6 @@ out; so they are one model. It knows nothing of requests, graphs or speculation.
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from stoop.attention.base import ForwardContext
@@ -17,7 +16,6 @@ from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.weights import WeightSlot, prefixed
-from stoop.ops.norm import silu_and_mul
 from stoop.ops.rope import Rotation
 
 
@@ -32,8 +30,8 @@ class MLP(nn.Module):
             ("down_proj",), spec.intermediate_size, (spec.hidden_size,), spec.mlp_bias
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, stream: Tensor, norm: RMSNorm) -> Tensor:
+        return self.down_proj.onto(self.gate_up_proj.gated_of_norm(stream, norm), stream)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.gate_up_proj.weight_slots()
@@ -48,21 +46,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
-    def forward(
-        self,
-        branch: Tensor,
-        residual: Tensor | None,
-        rotation: Rotation,
-        ctx: ForwardContext,
-    ) -> tuple[Tensor, Tensor]:
-        """Takes and returns (branch, residual): the stream is their sum, added by the next norm."""
-        if residual is None:
-            normed, residual = self.input_layernorm(branch), branch
-        else:
-            normed, residual = self.input_layernorm.add(branch, residual)
-        attended = self.self_attn(normed, rotation, ctx)
-        normed, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(normed), residual
+    def forward(self, stream: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        stream = self.self_attn(stream, self.input_layernorm, stream, rotation, ctx)
+        return self.mlp(stream, self.post_attention_layernorm)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from prefixed("input_layernorm", self.input_layernorm.weight_slots())
@@ -113,21 +99,19 @@ class LlamaModel(nn.Module):
         """
         assert self.rotary is not None, "call prepare() first"
         rotation = self.rotary.at(positions)
-        branch: Tensor = self.embed_tokens(input_ids)
-        residual: Tensor | None = None
+        stream: Tensor = self.embed_tokens(input_ids)
         streams: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                streams[index] = branch if residual is None else residual + branch
-            branch, residual = layer(branch, residual, rotation, ctx)
-        assert residual is not None
-        hidden, streams[len(self.layers)] = self.norm.add(branch, residual)
-        return hidden, [streams[tap] for tap in taps]
+                streams[index] = stream
+            stream = layer(stream, rotation, ctx)
+        streams[len(self.layers)] = stream
+        return self.norm(stream), [streams[tap] for tap in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] to [n, vocab_size], in float32 or better."""
-        logits = self.lm_head(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor that a Hugging Face checkpoint of this model must have."""

@@ -103,13 +103,22 @@ def prepare_draft_decode(
     query_start_loc.copy_(torch.minimum(rank, live.sum()))
 
 
-def commit_draft(slots: SlotTensors, step: StepTensors, room: Tensor, token_ids: Tensor) -> Tensor:
+def commit_draft(
+    slots: SlotTensors,
+    step: StepTensors,
+    room: Tensor,
+    token_ids: Tensor,
+    d2t: Tensor | None = None,
+) -> Tensor:
     """Put one more draft behind each row that has room; returns [n] int64, its number there.
 
-    token_ids: [n] int64 for the first n rows. Rows without room are numbered -1.
+    token_ids: [n] int64 for the first n rows; with `d2t`, numbers of a draft vocabulary, which has
+    how far each lies from the target's. Rows without room are numbered -1.
     """
     if uses_kernels(token_ids):
-        return kernels().commit_draft(slots, step, room, token_ids)
+        return kernels().commit_draft(slots, step, room, token_ids, d2t)
+    if d2t is not None:
+        token_ids = token_ids + d2t[token_ids]
     count = token_ids.shape[0]
     slot, drafted = step.row_slots[:count], slots.num_drafts[step.row_slots[:count]]
     active = drafted < room[:count]

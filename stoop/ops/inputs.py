@@ -26,12 +26,21 @@ class SlotTensors:
     num_prompt_tokens: Tensor  # [slots + 1] int64
     num_drafts: Tensor  # [slots + 1] int64: drafts behind the known tokens
     draft_limit: Tensor  # [slots + 1] int64: drafts that the request wants at most
-    token_limit: Tensor  # [slots + 1] int64: known tokens at which the request ends
+    token_limit: Tensor  # [slots + 1] int64: known tokens at which the request ends; 0: has ended
     block_table: Tensor  # [slots + 1, max_blocks] int32
 
     @property
     def sink(self) -> int:
         return self.token_ids.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class StopTensors:
+    """What ends a request before its limit, by slot."""
+
+    min_tokens: Tensor  # [slots + 1] int64: tokens of an answer before which nothing ends it
+    stop_counts: Tensor  # [slots + 1] int64
+    stop_ids: Tensor  # [slots + 1, width] int64, the first stop_counts count
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class StepTensors:
     """What phase I writes and the other phases read.
 
     A row may have more query tokens than it has known tokens and drafts: the rest are dead, and
-    look like padding.
+    look like padding. So does a whole row whose request has ended, which the host may not know yet.
     """
 
     input_ids: Tensor  # [max_tokens] int32; padding 0
@@ -58,7 +67,7 @@ class StepTensors:
     last_token_indices: Tensor  # [max_reqs] int64: the newest known token's place; padding 0
     samples: Tensor  # [max_reqs] int32: 1 if the row reaches its newest token; padding 0
     row_drafts: Tensor  # [max_reqs] int64: drafts behind that token; padding 0
-    row_slots: Tensor  # [max_reqs] int64: `idx_mapping`, the sink for padding
+    row_slots: Tensor  # [max_reqs] int64: `idx_mapping`, the sink for padding and ended requests
 
 
 # What stands past the live extent; `row_slots` has the sink there.
@@ -84,13 +93,14 @@ def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block
         return
     starts = rows.query_start_loc.long()  # [max_reqs + 1]
     row_slot = torch.where(rows.idx_mapping < 0, slots.sink, rows.idx_mapping)  # [max_reqs]
-    row_live = rows.idx_mapping >= 0
+    row_live = (rows.idx_mapping >= 0) & (slots.num_tokens[row_slot] < slots.token_limit[row_slot])
+    row_slot = torch.where(row_live, row_slot, slots.sink)
     out.row_slots.copy_(row_slot)
 
     # Rows.
     known, computed = slots.num_tokens[row_slot], slots.num_computed[row_slot]
     available = known + slots.num_drafts[row_slot] - computed
-    live_lens = torch.minimum(starts[1:] - starts[:-1], available)  # [max_reqs]
+    live_lens = torch.minimum(starts[1:] - starts[:-1], available) * row_live  # [max_reqs]
     seq_lens = computed + live_lens
     samples = row_live & (seq_lens >= known)
     newest = starts[:-1] + torch.minimum(known - computed, live_lens) - 1
@@ -122,30 +132,50 @@ def token_rows(query_start_loc: Tensor, max_tokens: int) -> tuple[Tensor, Tensor
 
 
 def commit_tokens(
-    slots: SlotTensors, rows: RowTensors, step: StepTensors, sampled: Tensor, num_sampled: Tensor
+    slots: SlotTensors,
+    stops: StopTensors,
+    rows: RowTensors,
+    step: StepTensors,
+    sampled: Tensor,
+    num_sampled: Tensor,
 ) -> None:
-    """Phase U: a step's tokens are computed, its samples known, its drafts used up.
+    """Phase U: a step's tokens are computed, its samples known, its drafts used up. A request with
+    a stop token among them has ended.
 
     sampled: [max_reqs, K + 1] int64; num_sampled: [max_reqs] int64, 0 for rows that sample nothing
     """
     if uses_kernels(sampled):
         from stoop.ops.kernels import inputs as kernels
 
-        kernels.commit_tokens(slots, rows, step, sampled, num_sampled)
+        kernels.commit_tokens(slots, stops, rows, step, sampled, num_sampled)
         return
     row_slots, width = step.row_slots, slots.token_ids.shape[1]
+    known = slots.num_tokens[row_slots]
     place = torch.arange(sampled.shape[1], device=sampled.device)
     taken = place < num_sampled[:, None]  # [max_reqs, K + 1]
+    ended = (taken & _stops(slots, stops, row_slots, sampled)).any(dim=1)
+    slots.token_limit[torch.where(ended, row_slots, slots.sink)] = 0
     # What is not taken goes into the sink, where it does no harm.
     writer = torch.where(taken, row_slots[:, None], slots.sink)
-    where = (slots.num_tokens[row_slots][:, None] + place).clamp(max=width - 1)
+    where = (known[:, None] + place).clamp(max=width - 1)
     token_ids = torch.where(taken, sampled, 0)
     slots.token_ids[writer, where] = token_ids.to(slots.token_ids.dtype)
     slots.num_tokens.index_add_(0, row_slots, num_sampled)
     # All but the newest token have their KV; of a chunk, all its tokens. KV of rejected drafts is
     # not counted, and will be written over.
     starts = rows.query_start_loc.long()
-    computed = slots.num_computed[row_slots] + starts[1:] - starts[:-1]
+    num_tokens = (starts[1:] - starts[:-1]) * (row_slots != slots.sink)
+    computed = slots.num_computed[row_slots] + num_tokens
     newest = slots.num_tokens[row_slots] - 1
     slots.num_computed[row_slots] = torch.where(step.samples > 0, newest, computed)
     slots.num_drafts[row_slots] = 0
+
+
+def _stops(slots: SlotTensors, stops: StopTensors, row_slots: Tensor, sampled: Tensor) -> Tensor:
+    """[max_reqs, K + 1] bool: whether a token ends its request. sampled: as large"""
+    place = torch.arange(sampled.shape[1], device=sampled.device)
+    num_output = (slots.num_tokens - slots.num_prompt_tokens)[row_slots][:, None] + place + 1
+    ids = stops.stop_ids[row_slots]  # [max_reqs, width]
+    given = torch.arange(ids.shape[1], device=ids.device) < stops.stop_counts[row_slots][:, None]
+    found = ((sampled[:, :, None] == ids[:, None, :]) & given[:, None, :]).any(dim=2)
+    return found & (num_output > stops.min_tokens[row_slots][:, None])

@@ -26,14 +26,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add a branch to the residual stream; returns its normalised form and the new stream."""
-    if uses_kernels(x):
-        return kernels().add_rms_norm(x, residual, weight, eps)
-    residual = residual + x
-    return rms_norm(residual, weight, eps), residual
-
-
 def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
     """Normalise each part by its own weight, and lay them side by side.
 
@@ -43,6 +35,36 @@ def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -
         return kernels().join_norms(parts, weights, eps)
     normed = [rms_norm(x, weight, eps) for x, weight in zip(parts, weights, strict=True)]
     return torch.cat(normed, dim=-1)
+
+
+def join_embedded(
+    token_ids: Tensor,
+    table: Tensor,
+    table_norm: Tensor,
+    features: Tensor,
+    feature_norm: Tensor,
+    eps: float,
+) -> Tensor:
+    """Tokens' embeddings and features, each normalised by its own weight, side by side.
+
+    token_ids: [tokens], table: [vocab_size, n], features: [tokens, n]; returns [tokens, 2n]
+    """
+    if uses_kernels(features):
+        return kernels().join_embedded(token_ids, table, table_norm, features, feature_norm, eps)
+    embedded = F.embedding(token_ids, table)
+    return join_norms((embedded, features), (table_norm, feature_norm), eps)
+
+
+def take_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
+    """The rows of x that `index` names, then zeros to the end.
+
+    x: [tokens, n], index: [m] int64, out: [at least m, n]
+    """
+    if uses_kernels(x):
+        kernels().take_rows_(x, index, out)
+        return
+    out[: index.shape[0]].copy_(x[index])
+    out[index.shape[0] :].zero_()
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

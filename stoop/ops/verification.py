@@ -45,17 +45,18 @@ def write_verdict(
     step: StepTensors,
     token_ids: Tensor,
     num_tokens: Tensor,
+    num_drafts: Tensor,
 ) -> None:
     """What a step yields: accepted drafts and the token behind them, over the whole extent.
 
     chosen: [n, width] int64, width 1 if there are no drafts; accepts: [n, width - 1] bool, None to
     accept drafts that are what was chosen in their place; written are token_ids
-    [max_reqs, K + 1] and num_tokens [max_reqs], both int64
+    [max_reqs, K + 1], num_tokens and num_drafts, both [max_reqs], all int64
     """
     if uses_kernels(chosen):
         from stoop.ops.kernels import verdict as kernels
 
-        kernels.write_verdict(chosen, accepts, slots, step, token_ids, num_tokens)
+        kernels.write_verdict(chosen, accepts, slots, step, token_ids, num_tokens, num_drafts)
         return
     count, width = chosen.shape
     drafts = drafts_of(slots, step, count, width - 1)
@@ -63,6 +64,7 @@ def write_verdict(
     num_accepted = count_accepted(stands, step.row_drafts[:count])
     token_ids.zero_()
     token_ids[:count, :width].copy_(join_tokens(drafts, num_accepted, chosen))
+    num_drafts.copy_(step.row_drafts)
     num_tokens.zero_()
     num_tokens[:count].copy_((num_accepted + 1) * step.samples[:count])
 

@@ -13,6 +13,7 @@ from stoop.core.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
 )
+from stoop.ops.inputs import StopTensors
 
 # A word counts twice: as it is and with a space before it.
 _BAD_WORD_ROWS = 2 * MAX_BAD_WORDS
@@ -36,6 +37,10 @@ class SamplingState:
     bias_ids: Tensor
     bias_values: Tensor  # float32
     bad_words: Tensor  # [slots + 1, words, length] int64, aligned right, padded with -1
+
+    @property
+    def stops(self) -> StopTensors:
+        return StopTensors(self.min_tokens, self.stop_counts, self.stop_ids)
 
     @staticmethod
     def make(num_slots: int, device: torch.device) -> "SamplingState":

@@ -14,6 +14,7 @@ from torch import Tensor
 from stoop.batch.input_batch import InputBatch
 from stoop.config.schema import SpecConfig
 from stoop.ops import verification as ops
+from stoop.ops.sampling import greedy
 from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 
 
@@ -21,15 +22,23 @@ from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 class Verdict:
     """What a step yields, by row; buffers that keep their place."""
 
+    packed: Tensor  # [max_reqs * (K + 3)] int64: all of it, for one copy to the host
     token_ids: Tensor  # [max_reqs, K + 1] int64: tokens, then zeros
     num_tokens: Tensor  # [max_reqs] int64: how many; 0 for rows that sample nothing
+    num_drafts: Tensor  # [max_reqs] int64: drafts that were verified
 
     @staticmethod
     def make(max_reqs: int, width: int, device: torch.device) -> "Verdict":
-        return Verdict(
-            torch.zeros(max_reqs, width, dtype=torch.int64, device=device),
-            torch.zeros(max_reqs, dtype=torch.int64, device=device),
+        return Verdict.of(
+            torch.zeros(max_reqs * (width + 2), dtype=torch.int64, device=device), max_reqs
         )
+
+    @staticmethod
+    def of(packed: Tensor, max_reqs: int) -> "Verdict":
+        token_ids, num_tokens, num_drafts = packed.split(
+            (packed.shape[0] - 2 * max_reqs, max_reqs, max_reqs)
+        )
+        return Verdict(packed, token_ids.view(max_reqs, -1), num_tokens, num_drafts)
 
 
 class Verifier:
@@ -51,17 +60,21 @@ class Verifier:
         self,
         logits: Tensor,
         batch: InputBatch,
-        where: Positions,
+        where: Positions | None,
         needs: SamplingNeeds,
         out: Verdict,
     ) -> None:
         """Which drafts stand, and the token behind them, into `out`.
 
         logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 where no row has
-        drafts
+        drafts; where: their places, not needed if all rows take the likeliest token
         """
-        self.sampler.adjust_(logits, where, needs)
-        chosen = self.sampler.draw(logits, where, needs).view(batch.num_reqs_padded, -1)
+        if where is None:
+            chosen = greedy(logits)
+        else:
+            self.sampler.adjust_(logits, where, needs)
+            chosen = self.sampler.draw(logits, where, needs)
+        chosen = chosen.view(batch.num_reqs_padded, -1)
         accepts: Tensor | None = None
         if chosen.shape[1] > 1 and self.rates is not None:
             rows = _Rows(self.sampler, batch, self.num_drafts)
@@ -69,8 +82,15 @@ class Verifier:
         elif chosen.shape[1] > 1 and needs.noise and self.draft_logits is not None:
             rows = _Rows(self.sampler, batch, self.num_drafts)
             accepts, chosen = self._by_ratio(logits, chosen, rows)
-        slots = self.sampler.slots
-        ops.write_verdict(chosen, accepts, slots, batch.step, out.token_ids, out.num_tokens)
+        ops.write_verdict(
+            chosen,
+            accepts,
+            self.sampler.slots,
+            batch.step,
+            out.token_ids,
+            out.num_tokens,
+            out.num_drafts,
+        )
 
     def _by_ratio(self, logits: Tensor, chosen: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor]:
         """For rows at a temperature; greedy ones keep their matches."""

@@ -76,8 +76,8 @@ class PrefixCache:
         """Offer a request's full, computed blocks to others."""
         if not self.enabled:
             return
-        known = request.num_tokens - self.num_ahead
-        num_full = min(request.num_computed, known) // self.block_size
+        # The newest token's KV is not written, or by a step that may find the request ended.
+        num_full = min(request.num_computed, request.num_tokens - 1) // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
             node = self._node(request, index)

@@ -5,6 +5,10 @@ not computed. A decode is the case of one such token, a prompt the case of many,
 them. Requests are served in order of priority, then arrival. A request that cannot get a block
 takes those of the last in that order, which starts anew later (preemption by recomputation).
 
+Steps may be planned before the results of earlier ones are known. A request then stands where it
+would if those steps yielded all that they may: blocks are reserved for that much, and the device,
+which knows better, uses what it needs. Nobody is preempted while results are under way.
+
 The scheduler holds numbers only and imports no torch.
 """
 
@@ -91,6 +95,7 @@ class Scheduler:
             )
         request.spec = SpecCounts.of(self.config.num_drafts)
         request.arrival = self._num_arrivals
+        request.token_limit = min(request.num_prompt_tokens + request.rules.max_tokens, limit)
         self._num_arrivals += 1
         insort(self.waiting, request, key=lambda r: r.order)
         self._requests[request.request_id] = request
@@ -122,14 +127,20 @@ class Scheduler:
 
     # ---- a step ----
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, *, results_pending: bool = False) -> StepPlan | None:
+        """The next step; None if there is nothing to do before the next result is known."""
+        todo = self._order_running()
+        if results_pending and self._lacks_blocks(todo):
+            return None
         draft = _Draft(self.config.max_num_batched_tokens)
-        self._continue_running(draft)
+        self._continue_running(todo, draft)
         if not draft.preempted:
             self._admit_waiting(draft)
+        if not draft.num_scheduled:
+            return None
         plan = self._plan(draft)
         for request, num_tokens in draft.num_scheduled.items():
-            request.num_computed += num_tokens
+            request.launch(num_tokens, self._most_tokens(request, num_tokens))
         return plan
 
     def update(self, result: StepResult) -> list[tuple[Request, RowResult]]:
@@ -155,27 +166,53 @@ class Scheduler:
 
     # ---- scheduling ----
 
-    def _continue_running(self, draft: _Draft) -> None:
-        # Decodes first: a long prompt's chunk must not hold up everybody's next token.
-        decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
-        prompts = [r for r in self.running if r.num_tokens - r.num_computed > 1]
-        for request in decodes + prompts:
+    def _order_running(self) -> list[tuple[Request, int]]:
+        """Who goes on, and the tokens that each wants to compute.
+
+        Decodes first: a long prompt's chunk must not hold up everybody's next token.
+        """
+        todo = [(r, self._num_wanted(r)) for r in self.running if not r.ends_in_flight]
+        decodes = [each for each in todo if self._one_left(each[0])]
+        if len(decodes) == len(todo):
+            return decodes
+        return decodes + [each for each in todo if not self._one_left(each[0])]
+
+    def _continue_running(self, todo: list[tuple[Request, int]], draft: _Draft) -> None:
+        for request, wanted in todo:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago
-            num_tokens = min(self._num_wanted(request), draft.budget)
+            num_tokens = min(wanted, draft.budget)
             if num_tokens and self._make_room(request, num_tokens, draft):
                 draft.put(request, num_tokens)
 
+    @staticmethod
+    def _one_left(request: Request) -> bool:
+        return request.num_expected - request.num_computed == 1
+
     def _num_wanted(self, request: Request) -> int:
         """Tokens to compute. A decode has places for all drafts, whether it has as many or not."""
-        remaining = request.num_tokens - request.num_computed
+        remaining = request.num_expected - request.num_computed
         return self.config.query_len if self._decodes(request) else remaining
 
     @staticmethod
     def _decodes(request: Request) -> bool:
         """A prompt's last token alone is not a decode."""
-        known, computed = request.num_tokens, request.num_computed
-        return known - computed == 1 and computed >= request.num_prompt_tokens
+        computed = request.num_computed
+        return request.num_expected - computed == 1 and computed >= request.num_prompt_tokens
+
+    def _most_tokens(self, request: Request, num_tokens: int) -> int:
+        """That a step of so many tokens may yield: one, of a decode as many as it has places."""
+        if request.num_computed + num_tokens < request.num_expected:
+            return 0
+        return num_tokens if self._decodes(request) else 1
+
+    def _lacks_blocks(self, todo: list[tuple[Request, int]]) -> bool:
+        """Whether going on would preempt somebody, as far as can be known now."""
+        missing = 0
+        for request, wanted in todo:
+            reserved = self._num_reserved(request.num_computed + wanted)
+            missing += max(0, self._num_blocks(reserved) - len(request.block_ids))
+        return missing > self.pool.num_free
 
     def _admit_waiting(self, draft: _Draft) -> None:
         while self.waiting and self._free_slots and draft.budget:
@@ -248,6 +285,7 @@ class Scheduler:
         request.block_ids = []
         request.num_offered_blocks = 0
         request.num_computed = 0
+        request.forget_steps()
         self._free_slots.append(request.slot)
         request.slot = -1
         request.epoch = -1
@@ -255,7 +293,8 @@ class Scheduler:
     def _plan(self, draft: _Draft) -> StepPlan:
         rows = [self._row(request, n) for request, n in draft.num_scheduled.items()]
         # Decodes lead, of like lengths together: backends cut the batch into tiles in this order.
-        rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len))
+        # Of those in slots' order: a batch that goes on as it is keeps its rows.
+        rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
         self.stats.num_steps += 1
         return StepPlan(
             index=self.stats.num_steps,
@@ -273,8 +312,8 @@ class Scheduler:
             num_tokens=num_tokens,
             num_computed=request.num_computed,
             seq_len=min(past, self.config.max_model_len),
-            num_reserved=self._num_reserved(past),
-            samples=past >= request.num_tokens,
+            num_reserved=len(request.block_ids) * self.block_size,
+            samples=past >= request.num_expected,
             # One admitted with a single token left has no places for drafts.
             decodes=self._decodes(request) and num_tokens == self.config.query_len,
             rules=request.rules,
@@ -303,17 +342,19 @@ class Scheduler:
 
     def _take_tokens(self, request: Request, row: RowResult) -> None:
         """A run of tokens ends where one of them ends the request."""
+        request.land()
         if row.num_drafts:
             for counts in (self.stats.spec, request.spec):
                 counts.add(row.num_drafts, len(row.token_ids) - 1)
         for token in row.token_ids:
             request.token_ids.append(token)
             self.stats.num_generated_tokens += 1
-            # Rejected drafts were computed too: what counts is what is known.
-            request.num_computed = request.num_tokens - 1
             if self._stops(request, token):
                 break
         if not request.finished:
+            if row.token_ids:
+                # Rejected drafts were computed too: what counts is what is known.
+                request.num_computed = request.num_expected - 1
             self.prefix_cache.insert(request)
 
     def _stops(self, request: Request, token: int) -> bool:

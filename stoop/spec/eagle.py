@@ -30,6 +30,7 @@ from stoop.graph.support import GraphSupport
 from stoop.models.eagle import EagleHead
 from stoop.ops import drafting as ops
 from stoop.ops.inputs import RowTensors, StepTensors
+from stoop.ops.norm import take_rows
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import NEVER, draw, greedy, temper_
 from stoop.spec.base import DraftSetup, DraftStep
@@ -118,19 +119,17 @@ class EagleSpeculator:
         self._prepare_eagle_inputs()
         token_ids = self.prefill_inputs.token_ids[: batch.num_tokens_padded]
         features = self._target_features(batch.num_tokens_padded)
-        states, onward = self.head(token_ids, features, batch.positions, context)
+        stream = self.head(token_ids, features, batch.positions, context)
         last = self.prefill_inputs.last_token_indices[: batch.num_reqs_padded]
-        self.features[: batch.num_reqs_padded].copy_(onward[last])
-        self.features[batch.num_reqs_padded :].zero_()  # a draft decode may take more rows
-        self._draft(states[last], noise)
+        take_rows(stream, last, self.features)  # all of them: a draft decode may take more rows
+        self._draft(batch.num_reqs_padded, noise)
 
     def decode(self, batch: InputBatch, context: ForwardContext, noise: bool) -> None:
         """D: one more draft for each row that has room."""
         self._prepare_decode_inputs()
         features = self.features[: batch.num_reqs_padded]
-        states, onward = self.head(batch.input_ids, features, batch.positions, context)
-        features.copy_(onward)
-        self._draft(states, noise)
+        features.copy_(self.head(batch.input_ids, features, batch.positions, context))
+        self._draft(batch.num_reqs_padded, noise)
 
     def _prepare_eagle_inputs(self) -> None:
         """Every buffer over its whole extent, with harmless values past the live part."""
@@ -152,18 +151,20 @@ class EagleSpeculator:
     def _target_features(self, num_tokens: int) -> Tensor:
         if self.setup.taps is None:
             return self.setup.hidden[:num_tokens]
-        return self.head.condense(self.setup.taps[:num_tokens].unbind(dim=1))
+        return self.head.condense(self.setup.taps[:num_tokens])
 
-    def _draft(self, states: Tensor, noise: bool) -> None:
-        """One draft for each of the first n rows. states: [n, hidden_size]"""
+    def _draft(self, num_rows: int, noise: bool) -> None:
+        """One draft for each of the first rows, from the stream in `features`."""
+        features = self.features[:num_rows]
+        states, onward = self.head.finish(features)
+        if onward is not features:
+            features.copy_(onward)
         logits = self.head.logits(states)
         if noise and self.setup.draft_logits is not None:
             self._draw_draft(logits, self.setup.draft_logits)
         else:
-            token_ids = self.head.target_ids(greedy(logits))
-            ops.commit_draft(
-                self.setup.slots, self.setup.buffers.step, self.prefill_inputs.room, token_ids
-            )
+            slots, step, room = self.setup.slots, self.setup.buffers.step, self.prefill_inputs.room
+            ops.commit_draft(slots, step, room, greedy(logits), self.head.d2t)
 
     def _draw_draft(self, logits: Tensor, cache: Tensor) -> None:
         """Draw from what is cached, to the bit: temperature alone shapes it."""

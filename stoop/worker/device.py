@@ -1,5 +1,6 @@
 """Which device to run on, and what must be set up before it is used."""
 
+import gc
 import logging
 import os
 import platform
@@ -43,6 +44,10 @@ def find_device(asked: str) -> str:
 
 
 def prepare_device(device: str, dtype: str) -> None:
+    if device != "cpu":
+        # An engine that was dropped holds its memory until it is collected.
+        gc.collect()
+        torch.cuda.empty_cache()
     if device == "cpu" and dtype in ("bfloat16", "float16"):
         _guard_half_precision()
 

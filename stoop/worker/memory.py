@@ -22,13 +22,15 @@ def allocate_kv_caches(config: Config, layout: KVLayout, num_blocks: int) -> lis
     """One tensor a layer. Only the null block has contents, zeros, and keeps them for good.
 
     The rest is left as it comes: nothing is read before it is written, and a CPU hands out the
-    pages of such a tensor only when they are used.
+    pages of such a tensor only when they are used. But FlashInfer multiplies values of masked keys
+    by 0, which must not give NaN.
     """
     dtype = getattr(torch, layout.dtype)
+    zeroed = slice(None) if config.attention_backend == "flashinfer" else NULL_BLOCK
     caches = []
     for shape in layout.shapes(num_blocks):
         cache = torch.empty(shape, dtype=dtype, device=config.device.device)
-        cache[:, NULL_BLOCK].zero_()
+        cache[:, zeroed].zero_()
         caches.append(cache)
     return caches
 

@@ -1,4 +1,10 @@
-"""From device tensors to a `StepResult`."""
+"""From device tensors to a `StepResult`.
+
+A step's verdict is copied to the host behind the step, and read when it has landed: the host may
+launch the next step before that.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,30 +79,93 @@ class ScoreReader:
         return [TokenScores(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
-def collect(index: int, batch: InputBatch, verdict: Verdict, reader: ScoreReader) -> StepResult:
-    """Read a step's outcome; this is where the host waits for the device."""
-    counts = verdict.num_tokens[: batch.num_reqs].tolist()
-    token_ids = verdict.token_ids[: batch.num_reqs].tolist()
-    num_drafts = batch.step.row_drafts[: batch.num_reqs].tolist()
-    tokens = [row[:count] for row, count in zip(token_ids, counts, strict=True)]
-    scores = reader.sampled(batch, tokens)
-    rows = []
-    first_token = 0
-    for place, row in enumerate(batch.plan_rows):
-        asked = row.rules.params.logprobs or 0
-        rows.append(
+@dataclass(frozen=True)
+class Outcome:
+    """A step's verdict on its way to the host, while later steps write over the device's."""
+
+    host: Verdict
+    landed: torch.cuda.Event | None  # None: it is there
+
+    def wait(self) -> None:
+        """This is where the host waits for the device."""
+        if self.landed is not None:
+            self.landed.synchronize()
+
+
+class OutcomeRing:
+    """Pinned places for as many outcomes as may be under way."""
+
+    def __init__(self, verdict: Verdict, size: int) -> None:
+        self.verdict = verdict
+        self.cuda = verdict.packed.device.type == "cuda"
+        max_reqs = verdict.num_tokens.shape[0]
+        shape, dtype = verdict.packed.shape, verdict.packed.dtype
+        packed = [torch.zeros(shape, dtype=dtype, pin_memory=self.cuda) for _ in range(size)]
+        self._places = [Verdict.of(each, max_reqs) for each in packed]
+        self._events = [torch.cuda.Event() if self.cuda else None for _ in range(size)]
+        self._next = 0
+
+    def send(self) -> Outcome:
+        """Start the copy of what the step that was launched last will have found."""
+        host, event = self._places[self._next], self._events[self._next]
+        self._next = (self._next + 1) % len(self._places)
+        host.packed.copy_(self.verdict.packed, non_blocking=True)
+        if event is not None:
+            event.record()
+        return Outcome(host, event)
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device has been given. `result` may be asked for once, in order."""
+
+    index: int
+    batch: InputBatch
+    outcome: Outcome
+    reader: ScoreReader
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether hidden states must stay as they are until the result is read."""
+        return any(row.rules.params.wants_scores for row in self.batch.plan_rows)
+
+    def result(self) -> StepResult:
+        self.outcome.wait()
+        batch, host = self.batch, self.outcome.host
+        counts = host.num_tokens[: batch.num_reqs].tolist()
+        token_ids = host.token_ids[: batch.num_reqs].tolist()
+        num_drafts = host.num_drafts[: batch.num_reqs].tolist()
+        tokens = [row[:count] for row, count in zip(token_ids, counts, strict=True)]
+        scores, prompt_scores = self._scores(tokens) if self.wants_scores else ({}, {})
+        rows = [
             RowResult(
                 request_id=row.request_id,
                 epoch=row.epoch,
                 token_ids=tokens[place],
-                scores=[_cut(each, asked) for each in scores.get(place, [])],
-                prompt_scores=reader.prompt(row, first_token),
+                scores=scores.get(place, ()),
+                prompt_scores=prompt_scores.get(place, ()),
                 prompt_scores_start=row.num_computed + 1,
                 num_drafts=num_drafts[place],
             )
-        )
-        first_token += row.num_tokens
-    return StepResult(index, rows)
+            for place, row in enumerate(batch.plan_rows)
+        ]
+        return StepResult(self.index, rows)
+
+    def _scores(
+        self, tokens: list[list[int]]
+    ) -> tuple[dict[int, list[TokenScores]], dict[int, list[TokenScores]]]:
+        """Of sampled tokens and of prompts, by row."""
+        rows = self.batch.plan_rows
+        sampled = {
+            place: [_cut(each, rows[place].rules.params.logprobs or 0) for each in found]
+            for place, found in self.reader.sampled(self.batch, tokens).items()
+        }
+        prompts = {}
+        first_token = 0
+        for place, row in enumerate(rows):
+            prompts[place] = self.reader.prompt(row, first_token)
+            first_token += row.num_tokens
+        return sampled, prompts
 
 
 def _cut(scores: TokenScores, num_best: int) -> TokenScores:

@@ -12,16 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoop.attention.base import AttentionBackend, AttentionSetup, ForwardContext, PagedContext
-from stoop.attention.registry import make_backend
+from stoop.attention.base import (
+    AttentionSetup,
+    ForwardContext,
+    PagedContext,
+    attention_shapes,
+)
+from stoop.attention.registry import make_backend, make_draft_backend
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.batch.staging import StagedWrites
 from stoop.checkpoint.report import Report
-from stoop.config.schema import Config
+from stoop.config.schema import Config, ModelSpec
 from stoop.core.kv_layout import KVLayout
 from stoop.core.step import PlannedRow, StepPlan, StepResult
-from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKind
 from stoop.graph.dispatch import BatchShape
 from stoop.models.loader import load_model
 from stoop.ops.inputs import commit_tokens
@@ -33,7 +38,7 @@ from stoop.spec.registry import make_speculator
 from stoop.worker.device import prepare_device
 from stoop.worker.graphs import StepGraphs
 from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
-from stoop.worker.output import ScoreReader, collect
+from stoop.worker.output import LaunchedStep, OutcomeRing, ScoreReader
 from stoop.worker.sanitized import StepSanitizer
 
 
@@ -53,6 +58,16 @@ class Step:
         return DraftStep(self.batch, self.descriptor, self.metadata, noise)
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How batches of the same rows go through the phases."""
+
+    key: list[tuple[int, int, bool]]
+    needs: SamplingNeeds
+    descriptor: BatchExecutionDescriptor
+    query_len: int | None
+
+
 class ModelRunner:
     def __init__(self, config: Config, report: Report | None = None) -> None:
         self.config = config
@@ -61,8 +76,9 @@ class ModelRunner:
         prepare_device(config.device.device, config.device.dtype)
         self.model = load_model(config, report)
         self._make_state(config)
-        self.backend = self._make_backend(config)
         decoders = [config.model] + ([config.head.decoder] if config.head else [])
+        self.attention_setup = self._make_attention_setup(config, decoders)
+        self.backend = make_backend(config.attention_backend, self.attention_setup)
         self.kv_layout = KVLayout.of(decoders, self.block_size, config.device.dtype)
         # A null block alone serves the dummy run that measures how much memory a step takes.
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, 1)
@@ -84,27 +100,31 @@ class ModelRunner:
         self.verifier = Verifier(sampler, config.spec, config.model.vocab_size)
         self.buffers = InputBuffers(num_slots, max_tokens, device)
         self.staged = StagedWrites(device)
+        self._way: _Way | None = None
         # What phases hand over to each other.
         dtype, size = getattr(torch, config.device.dtype), config.model.hidden_size
         self.hidden = torch.zeros(max_tokens, size, dtype=dtype, device=device)
         self.verdict = Verdict.make(num_slots, self.query_len, device)
+        self.outcomes = OutcomeRing(self.verdict, schedule.run_ahead + 1)
+        self.score_reader = ScoreReader(self.model, self.hidden, self.state.tensors.token_ids)
         self.tap_layers = config.head.taps if config.head else ()
         self.taps: Tensor | None = None
         if self.tap_layers:
             shape = (max_tokens, len(self.tap_layers), size)
             self.taps = torch.zeros(shape, dtype=dtype, device=device)
 
-    def _make_backend(self, config: Config) -> AttentionBackend:
+    def _make_attention_setup(self, config: Config, decoders: list[ModelSpec]) -> AttentionSetup:
         schedule = config.schedule
-        setup = AttentionSetup(
+        return AttentionSetup(
             device=self.device,
             block_size=self.block_size,
             max_reqs=schedule.max_num_seqs,
             max_model_len=schedule.max_model_len,
             slots=self.state.tensors,
             dtype=getattr(torch, config.device.dtype),
+            shapes=attention_shapes(decoders),
+            query_len=schedule.query_len,
         )
-        return make_backend(config.attention_backend, setup)
 
     def _make_speculator(self, config: Config, report: Report | None) -> Speculator | None:
         if config.spec is None:
@@ -116,7 +136,7 @@ class ModelRunner:
             sampling=self.sampling_state,
             kv_caches=self.kv_caches,
             backend=self.backend,
-            draft_backend=self._make_backend(config),
+            draft_backend=make_draft_backend(config.attention_backend, self.attention_setup),
             hidden=self.hidden,
             taps=self.taps,
             draft_logits=self.verifier.draft_logits,
@@ -126,11 +146,14 @@ class ModelRunner:
     # ---- one step ----
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Hand a step to the device; nothing here waits for it. Results are read in order."""
         step = self.prepare(plan)
         self.run(step)
-        reader = ScoreReader(self.model, self.hidden, self.state.tensors.token_ids)
-        return collect(plan.index, step.batch, self.verdict, reader)
+        return LaunchedStep(plan.index, step.batch, self.outcomes.send(), self.score_reader)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
 
     def prepare(self, plan: StepPlan) -> Step:
         """Staged edits of slot state, and this step's rows, onto the device."""
@@ -142,17 +165,26 @@ class ModelRunner:
         for append in plan.block_appends:
             self.state.append_blocks(self.staged, append)
         self.staged.apply()
-        needs = SamplingNeeds.of(row.rules for row in plan.rows)
-        shape = _shape(plan.rows, needs)
+        way = self._find_way(plan.rows)
+        batch = self.buffers.load_rows(
+            plan.rows, way.descriptor.num_reqs, way.descriptor.num_tokens, way.query_len
+        )
+        return Step(batch, way.descriptor, self.backend.build(batch), way.needs)
+
+    def _find_way(self, rows: list[PlannedRow]) -> "_Way":
+        """Found again for every change of the batch alone: an epoch stands for a request."""
+        key = [(row.epoch, row.num_tokens, row.decodes) for row in rows]
+        if self._way is not None and self._way.key == key:
+            return self._way
+        needs = SamplingNeeds.of(row.rules for row in rows)
+        shape = _shape(rows, needs)
         descriptor = self.graphs.dispatch(shape)
         # A graph bounds query lengths as it was captured; other steps by what they hold.
         query_len = descriptor.query_len
         if shape.decode and descriptor.mode < RunMode.FULL:
             query_len = self.query_len
-        batch = self.buffers.load_rows(
-            plan.rows, descriptor.num_reqs, descriptor.num_tokens, query_len
-        )
-        return Step(batch, descriptor, self.backend.build(batch), needs)
+        self._way = _Way(key, needs, descriptor, query_len)
+        return self._way
 
     def run(self, step: Step) -> None:
         """The phases, by graphs where there are some."""
@@ -218,20 +250,30 @@ class ModelRunner:
 
         width: positions of a row, K + 1, or 1 if no row has drafts
         """
+        rows = batch.num_reqs_padded
+        if width == batch.query_len:  # the very tokens of a decode batch; nobody asks dead ones
+            hidden = self.hidden[: rows * width]
+        else:
+            token = batch.last_token_indices[:, None] + self._behind(batch, width)
+            hidden = self.hidden[token.flatten()]
+        where = None
+        if needs.kind is not SamplingKind.GREEDY:
+            slot = batch.row_slots.repeat_interleave(width)
+            known = self.state.tensors.num_tokens[slot]
+            where = Positions(slot, known + self._behind(batch, width).flatten(), max_seq_len)
+        self.verifier.verify(self.model.logits(hidden), batch, where, needs, self.verdict)
+
+    def _behind(self, batch: InputBatch, width: int) -> Tensor:
+        """[num_reqs, width] int64: drafts before each position; past the last one, all."""
         number = torch.arange(width, device=self.device)
-        behind = torch.minimum(number, batch.row_drafts[:, None])  # [num_reqs, width]
-        slot = batch.row_slots.repeat_interleave(width)
-        known = self.state.tensors.num_tokens[slot]
-        where = Positions(slot, known + behind.flatten(), max_seq_len)
-        tokens = (batch.last_token_indices[:, None] + behind).flatten()
-        logits = self.model.logits(self.hidden[: batch.num_tokens_padded][tokens])
-        self.verifier.verify(logits, batch, where, needs, self.verdict)
+        return torch.minimum(number, batch.row_drafts[:, None])
 
     def update(self) -> None:
         """U: counters and token history, on the device."""
         verdict = self.verdict
         commit_tokens(
             self.state.tensors,
+            self.sampling_state.stops,
             self.buffers.rows,
             self.buffers.step,
             verdict.token_ids,
@@ -271,6 +313,7 @@ class ModelRunner:
         step.row_slots.fill_(self.state.tensors.sink)
         step.seq_lens.copy_(torch.from_numpy(lengths))
         rows.query_start_loc[1:].copy_(torch.from_numpy(lengths.cumsum()))
+        self.buffers.forget_rows()
         batch = InputBatch(
             plan_rows=[],
             num_reqs=max_reqs,

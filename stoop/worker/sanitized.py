@@ -19,6 +19,7 @@ from stoop.graph.sanitizer import (
     SanitizerError,
 )
 from stoop.ops.inputs import PADDING, TOKEN_BUFFERS
+from stoop.sampling.verifier import Verdict
 
 if TYPE_CHECKING:
     from stoop.worker.runner import ModelRunner, Step
@@ -33,8 +34,7 @@ def declare_buffers(runner: "ModelRunner") -> list[Buffer]:
     found = [Buffer("hidden", runner.hidden, Lifetime.STEP)]
     if runner.taps is not None:
         found.append(Buffer("taps", runner.taps, Lifetime.STEP))
-    found.append(Buffer("sampled", runner.verdict.token_ids, Lifetime.STEP))
-    found.append(Buffer("num_sampled", runner.verdict.num_tokens, Lifetime.STEP))
+    found.append(Buffer("verdict", runner.verdict.packed, Lifetime.STEP))
     found += _fields(runner.buffers.rows, Lifetime.STEP)
     found += _fields(runner.buffers.step, Lifetime.STEP)
     for name, tensor in runner.backend.buffers().items():
@@ -79,6 +79,7 @@ class StepSanitizer:
             if buffer.tensor.data_ptr() != self.addresses[buffer.name]:
                 raise MovedBuffer(buffer.name)
         self.sanitizer.begin_step()
+        self.runner.buffers.forget_rows()
 
     def run(self, step: "Step") -> None:
         """Replay, then the same phases eagerly from the same state; both must agree to the bit."""
@@ -132,7 +133,8 @@ class StepSanitizer:
         sink = self.runner.state.tensors.sink
         batch = step.batch
         live = dict.fromkeys(("hidden", "taps"), batch.num_tokens)
-        live |= dict.fromkeys(("sampled", "num_sampled", "draft features"), batch.num_reqs)
+        live["draft features"] = batch.num_reqs
+        live["verdict"] = batch.num_reqs
         for buffer in self.buffers:
             if buffer.lifetime is Lifetime.SLOT:
                 end = None if _is_cache(buffer) else sink
@@ -140,8 +142,16 @@ class StepSanitizer:
                 end = live[buffer.name]
             else:
                 continue
-            if not _same_bits(replayed[buffer.name][:end], eager[buffer.name][:end]):
+            ours, theirs = replayed[buffer.name], eager[buffer.name]
+            if buffer.name == "verdict":
+                ours, theirs = self._verdict_by_row(ours), self._verdict_by_row(theirs)
+            if not _same_bits(ours[:end], theirs[:end]):
                 raise ReplayMismatch(reader, buffer.name, self.sanitizer.step)
+
+    def _verdict_by_row(self, packed: Tensor) -> Tensor:
+        verdict = Verdict.of(packed, self.runner.verdict.num_tokens.shape[0])
+        columns = (verdict.num_tokens, verdict.num_drafts)
+        return torch.cat((verdict.token_ids, torch.stack(columns, dim=1)), dim=1)
 
     def _check_padding(self, reader: str, step: "Step") -> None:
         """Past the live extent stands what does no harm, whatever the graph reads of it."""

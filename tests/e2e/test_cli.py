@@ -34,7 +34,7 @@ def test_version() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("generate", "chat", "pull", "bench", "check"):
+    for command in ("generate", "chat", "pull", "bench", "check", "compare"):
         assert command in done.stdout
 
 
@@ -244,3 +244,11 @@ def test_check_refuses_unknown_modes() -> None:
     done = run("check", "--modes", "fastest")
     assert done.returncode == 2
     assert "piecewise" in done.stderr
+
+
+def test_compare_needs_a_drafter() -> None:
+    done = run("compare", "smollm2-135m")
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "error: compare needs a drafter to compare with: give one with -sc"
+    )

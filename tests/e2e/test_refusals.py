@@ -167,6 +167,7 @@ ENGINE_REFUSALS = [
     ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_seqs=64"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "chunked prefill"),
     ({"attention_backend": "magic"}, "reference"),
+    ({"attention_backend": "flashinfer"}, "does not run on cpu: use a CUDA device"),
 ]
 
 

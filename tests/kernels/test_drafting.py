@@ -115,10 +115,11 @@ def test_draft_commit_equals_torch(seed: int) -> None:
     ours, room = drafting_case(rng)
     theirs, before = ours.copy(), ours.copy()
     count = rng.randint(max(ours.num_live, 1), ours.max_reqs)  # a graph's extent
+    d2t = torch.randint(0, 1000, (3000,)) if rng.random() < 0.5 else None
     for _ in range(2):
         drafts = torch.randint(2000, 3000, (count,))
-        mine = kernels.commit_draft(ours.slots, ours.step, room, drafts)
-        other = reference.commit_draft(theirs.slots, theirs.step, room, drafts)
+        mine = kernels.commit_draft(ours.slots, ours.step, room, drafts, d2t)
+        other = reference.commit_draft(theirs.slots, theirs.step, room, drafts, d2t)
         assert mine.dtype == other.dtype and torch.equal(mine, other)
     check_slots(ours, theirs, before)
     check_equal(ours.step, before.step)
@@ -201,6 +202,7 @@ def test_drafting_compiles_for_an_h200(num_drafts: int) -> None:
         kernels.draft_room(slots, step, 4096)
         kernels.prepare_draft_prefill(slots, case.rows, step, poisoned_prefill(case), 4096)
         kernels.prepare_draft_decode(slots, rows, step, room, 16, rows.query_start_loc, out)
-        kernels.commit_draft(slots, step, room, room.clone())
+        for d2t in (None, room.clone()):
+            kernels.commit_draft(slots, step, room, room.clone(), d2t)
         kernels.look_up_ngrams(slots, step, room, (3, 5), num_drafts)
-    check_compiled(found, 5)
+    check_compiled(found, 6)

@@ -14,13 +14,22 @@ from torch import Tensor
 
 from kernels.compiling import compile_launches
 from stoop.ops import inputs as reference
-from stoop.ops.inputs import PADDING, TOKEN_BUFFERS, RowTensors, SlotTensors, StepTensors
+from stoop.ops.inputs import (
+    PADDING,
+    TOKEN_BUFFERS,
+    RowTensors,
+    SlotTensors,
+    StepTensors,
+    StopTensors,
+)
 
 SEEDS = pytest.mark.parametrize("seed", range(30))
 BLOCK = 4  # tokens of a KV block
 POISON = 77
 INT32 = ("token_ids", "block_table", "query_start_loc", "input_ids", "samples")
 INT32 += ("context_lens", "seq_lens")
+STOP_WIDTH = 5  # stop ids that a slot may have
+SAMPLED = range(1000, 1010)  # few: stop ids are among them
 
 
 @dataclass
@@ -30,6 +39,7 @@ class Case:
     slots: SlotTensors
     rows: RowTensors
     step: StepTensors
+    stops: StopTensors
     num_live: int  # rows
     num_drafts: int  # K
 
@@ -54,7 +64,7 @@ def make_case(max_reqs: int, max_tokens: int, max_len: int, num_drafts: int = 3)
     max_blocks = -(-max_len // BLOCK)
     slots = max_reqs + 2  # a slot may be free while all rows are taken
     shapes = {"token_ids": (slots, max_len), "block_table": (slots, max_blocks)}
-    shapes |= {"query_start_loc": (max_reqs + 1,)}
+    shapes |= {"query_start_loc": (max_reqs + 1,), "stop_ids": (slots, STOP_WIDTH)}
     shapes |= dict.fromkeys(TOKEN_BUFFERS, (max_tokens,))
 
     def make(kind: Any, value: int, size: int) -> Any:
@@ -67,11 +77,13 @@ def make_case(max_reqs: int, max_tokens: int, max_len: int, num_drafts: int = 3)
     rows: RowTensors = make(RowTensors, 0, max_reqs)
     rows.idx_mapping.fill_(-1)
     step = make(StepTensors, POISON, max_reqs)
-    return Case(make(SlotTensors, 0, slots), rows, step, 0, num_drafts)
+    stops = make(StopTensors, 0, slots)
+    return Case(make(SlotTensors, 0, slots), rows, step, stops, 0, num_drafts)
 
 
 def random_case(rng: random.Random) -> Case:
-    """Decodes with drafts and dead tokens, prompts, chunks, rows at the model's limit.
+    """Decodes with drafts and dead tokens, prompts, chunks, rows at the model's limit, and rows
+    whose requests have ended.
 
     Every slot is full of what former holders may have left.
     """
@@ -82,8 +94,9 @@ def random_case(rng: random.Random) -> Case:
     for field in fields(slots):
         high = 1000 if field.name in ("token_ids", "block_table") else case.max_len
         getattr(slots, field.name).random_(0, high)
-    for counter in (slots.num_tokens, slots.num_computed, slots.num_drafts):
+    for counter in (slots.num_tokens, slots.num_computed, slots.num_drafts, slots.token_limit):
         counter[-1] = 0  # the sink's
+    _fill_stops(rng, case)
     used = rng.sample(range(slots.sink), rng.randint(0, max_reqs))
     start = 0
     for row, slot in enumerate(used):
@@ -92,6 +105,15 @@ def random_case(rng: random.Random) -> Case:
         case.rows.query_start_loc[row + 1 :] = start
     case.num_live = len(used)
     return case
+
+
+def _fill_stops(rng: random.Random, case: Case) -> None:
+    """Of every slot, the sink too; ids past the number that counts are a former holder's."""
+    stops = case.stops
+    for slot in range(case.slots.sink + 1):
+        stops.min_tokens[slot] = rng.choice((0, 0, rng.randint(1, case.max_len)))
+        stops.stop_counts[slot] = rng.randint(0, STOP_WIDTH)
+        stops.stop_ids[slot] = torch.tensor(rng.sample(SAMPLED, STOP_WIDTH))
 
 
 def _fill_row(rng: random.Random, case: Case, slot: int, budget: int) -> int:
@@ -109,19 +131,23 @@ def _fill_row(rng: random.Random, case: Case, slot: int, budget: int) -> int:
     slots.num_tokens[slot], slots.num_computed[slot] = known, computed
     slots.num_drafts[slot] = drafts
     slots.draft_limit[slot] = rng.randint(0, case.num_drafts)
+    slots.num_prompt_tokens[slot] = rng.randint(1, known)
     slots.token_limit[slot] = rng.randint(known + drafts + 1, case.max_len)
+    if rng.random() < 0.15:  # it has ended, by a stop token or by its limit
+        slots.token_limit[slot] = rng.choice((0, known, rng.randint(0, known)))
     return min(count, budget)
 
 
 def random_verdict(rng: random.Random, case: Case) -> tuple[Tensor, Tensor]:
-    """What a step may yield, with garbage where nobody may look. The step has its inputs."""
-    sampled = torch.randint(10**9, 2**40, (case.max_reqs, case.num_drafts + 1))
+    """What a prepared step may yield; where nobody may look, stop ids or garbage."""
+    low, high = rng.choice(((10**9, 2**40), (SAMPLED.start, SAMPLED.stop)))
+    sampled = torch.randint(low, high, (case.max_reqs, case.num_drafts + 1))
     counts = torch.zeros(case.max_reqs, dtype=torch.int64)
     for row in range(case.num_live):
         if case.step.samples[row]:
             counts[row] = rng.randint(1, int(case.step.row_drafts[row]) + 1)
             for place in range(int(counts[row])):
-                sampled[row, place] = rng.randint(1000, 2000)
+                sampled[row, place] = rng.choice(SAMPLED)
     return sampled, counts
 
 
@@ -135,7 +161,8 @@ def prepared_case(rng: random.Random) -> Case:
 def verified_case(rng: random.Random) -> Case:
     """Phases I to U have run."""
     case = prepared_case(rng)
-    reference.commit_tokens(case.slots, case.rows, case.step, *random_verdict(rng, case))
+    verdict = random_verdict(rng, case)
+    reference.commit_tokens(case.slots, case.stops, case.rows, case.step, *verdict)
     return case
 
 
@@ -191,7 +218,12 @@ def test_padding_alone_is_harmless() -> None:
     assert bool((case.step.row_slots == case.slots.sink).all())
     sampled = torch.full((5, 4), 9)
     # Not even a count that should not be there reaches the sink.
-    kernels.commit_tokens(case.slots, case.rows, case.step, sampled, torch.full((5,), 2))
+    case.stops.stop_counts.fill_(1)  # nor does a stop
+    case.stops.stop_ids.fill_(9)
+    case.slots.token_limit.fill_(23)
+    before.slots.token_limit.fill_(23)
+    counts = torch.full((5,), 2)
+    kernels.commit_tokens(case.slots, case.stops, case.rows, case.step, sampled, counts)
     check_equal(case.slots, before.slots)
 
 
@@ -204,11 +236,84 @@ def test_commit_equals_torch(seed: int) -> None:
     ours = prepared_case(rng)
     theirs, before = ours.copy(), ours.copy()
     sampled, counts = random_verdict(rng, ours)
-    reference.commit_tokens(theirs.slots, theirs.rows, theirs.step, sampled, counts)
-    kernels.commit_tokens(ours.slots, ours.rows, ours.step, sampled.clone(), counts.clone())
+    reference.commit_tokens(theirs.slots, theirs.stops, theirs.rows, theirs.step, sampled, counts)
+    verdict = sampled.clone(), counts.clone()
+    kernels.commit_tokens(ours.slots, ours.stops, ours.rows, ours.step, *verdict)
     check_slots(ours, theirs, before)
-    check_equal(ours.step, before.step)
-    check_equal(ours.rows, before.rows)
+    for group in ("stops", "rows", "step"):
+        check_equal(getattr(ours, group), getattr(before, group))
+
+
+@pytest.mark.interpreted
+def test_a_step_and_the_one_behind_it_equal_torch() -> None:
+    """Requests that a step ends are padding in the next, in both."""
+    from stoop.ops.kernels import inputs as kernels
+
+    ended = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        ours = random_case(rng)
+        theirs = ours.copy()
+        for _ in range(3):
+            sink = ours.slots.token_ids[-1].clone()
+            for case, module in ((theirs, reference), (ours, kernels)):
+                module.prepare_inputs(case.slots, case.rows, case.step, BLOCK)
+            check_equal(ours.step, theirs.step)
+            verdict = random_verdict(rng, ours)
+            for case, module in ((theirs, reference), (ours, kernels)):
+                module.commit_tokens(case.slots, case.stops, case.rows, case.step, *verdict)
+            theirs.slots.token_ids[-1] = sink  # torch writes what is not taken there
+            check_equal(ours.slots, theirs.slots)
+        mapping = ours.rows.idx_mapping[: ours.num_live]
+        ended += int((ours.step.row_slots[: ours.num_live] != mapping).sum())
+    assert ended > 10
+
+
+# A run, and where the first of its tokens that ends the request stands.
+RUN = [1001, 1002, 1003, 1004]
+STOPS = [
+    *(([RUN[place]], 1, 0, True) for place in range(4)),  # at every place of the run
+    ([7, 8, 1003], 3, 0, True),  # the last of several
+    ([1002, 1003, 9], 3, 0, True),
+    ([7, 8, 1003], 2, 0, False),  # past those that count
+    ([1001, 1002, 1003, 1004], 0, 0, False),
+    ([7, 8], 2, 0, False),
+    ([1003], 1, 4, True),  # two tokens of the answer are known: it is the fifth
+    ([1003], 1, 5, False),
+    ([1001, 1004], 2, 5, True),  # the first is too early, the last is not
+    ([1001, 1004], 2, 6, False),
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("ids", "count", "min_tokens", "ends"), STOPS)
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_stop_tokens(
+    ids: list[int], count: int, min_tokens: int, ends: bool, in_torch: bool
+) -> None:
+    from stoop.ops.kernels import inputs as kernels
+
+    module = reference if in_torch else kernels
+    case = make_case(3, 12, 23)
+    slots, stops = case.slots, case.stops
+    case.rows.idx_mapping.copy_(torch.tensor([2, 0, -1]))
+    case.rows.query_start_loc.copy_(torch.tensor([0, 4, 8, 8]))
+    slots.num_tokens[[0, 2]], slots.num_computed[[0, 2]] = 10, 9
+    slots.num_prompt_tokens[[0, 2]], slots.num_drafts[[0, 2]] = 8, 3
+    slots.token_limit[[0, 2]] = 23
+    stops.min_tokens[2], stops.stop_counts[2] = min_tokens, count
+    stops.stop_ids[2, : len(ids)] = torch.tensor(ids)
+    stops.stop_ids[0] = 1003  # its neighbour has none
+    module.prepare_inputs(slots, case.rows, case.step, BLOCK)
+    sampled = torch.tensor([RUN, RUN, RUN])
+    counts = torch.tensor([4, 4, 0])
+    module.commit_tokens(slots, stops, case.rows, case.step, sampled, counts)
+    assert slots.token_limit[2] == (0 if ends else 23) and slots.token_limit[0] == 23
+    assert slots.num_tokens.tolist() == [14, 0, 14, 0, 0]  # a run is taken whole
+    assert slots.num_computed.tolist() == [13, 0, 13, 0, 0]
+    module.prepare_inputs(slots, case.rows, case.step, BLOCK)
+    assert case.step.row_slots.tolist() == [slots.sink if ends else 2, 0, slots.sink]
+    assert case.step.samples.tolist() == [0 if ends else 1, 1, 0]
 
 
 @pytest.mark.interpreted
@@ -226,6 +331,7 @@ def test_rows_of_tokens_equal_torch(seed: int) -> None:
         case.rows.query_start_loc[row + 1 :] = start
         case.slots.num_tokens[row] = case.max_len
         case.slots.num_computed[row] = rng.randint(0, case.max_len)
+        case.slots.token_limit[row] = case.max_len + rng.randint(0, 1)  # of some, it has ended
     other = case.copy()
     kernels.prepare_inputs(case.slots, case.rows, case.step, BLOCK)
     reference.prepare_inputs(other.slots, other.rows, other.step, BLOCK)
@@ -247,21 +353,23 @@ def test_places_beyond_32_bits() -> None:
     vast.copy_(torch.arange(vast.numel()).view(size))
     slots = replace(case.slots, token_ids=vast)
     case.rows.idx_mapping[0], case.rows.query_start_loc[1:] = 2, 4
-    slots.num_tokens[2], slots.num_computed[2] = 10, 6
+    slots.num_tokens[2], slots.num_computed[2], slots.token_limit[2] = 10, 6, 23
     kernels.prepare_inputs(slots, case.rows, case.step, BLOCK)
     first = 2 * case.max_len + 6
     assert case.step.input_ids.tolist() == [*range(first, first + 4), 0, 0, 0, 0]
     sampled, counts = torch.tensor([[5, 6], [0, 0]]), torch.tensor([2, 0])
-    kernels.commit_tokens(slots, case.rows, case.step, sampled, counts)
+    kernels.commit_tokens(slots, case.stops, case.rows, case.step, sampled, counts)
     assert vast[2, 9:13].tolist() == [first + 3, 5, 6, first + 6]
 
 
 def test_random_cases_reach_every_kind() -> None:
     """What kernels are held against: dead tokens, drafts, chunks, padding, the last position."""
-    dead = drafted = chunks = padded = full = empty = 0
+    dead = drafted = chunks = padded = full = empty = ended = stopped = 0
     for seed in range(30):
-        case = prepared_case(random.Random(seed))
+        rng = random.Random(seed)
+        case = prepared_case(rng)
         live, step = case.num_live, case.step
+        ended += int((step.row_slots[:live] == case.slots.sink).sum())
         lengths = case.rows.query_start_loc.diff()[:live]
         dead += int((lengths > (step.seq_lens - step.context_lens)[:live]).sum())
         drafted += int((step.row_drafts > 0).sum())
@@ -269,7 +377,11 @@ def test_random_cases_reach_every_kind() -> None:
         padded += live < case.max_reqs
         empty += live == 0
         full += int((step.seq_lens == case.max_len - 1).sum())
-    assert min(dead, drafted, chunks, padded, full) > 10 and empty
+        limits = case.slots.token_limit.clone()
+        verdict = random_verdict(rng, case)
+        reference.commit_tokens(case.slots, case.stops, case.rows, step, *verdict)
+        stopped += int((case.slots.token_limit < limits).sum())
+    assert min(dead, drafted, chunks, padded, full, ended, stopped) > 10 and empty
 
 
 # ---- for an H200 ----
@@ -292,7 +404,8 @@ def test_inputs_compile_for_an_h200(num_drafts: int) -> None:
 
     case = engine_case(num_drafts)
     sampled = torch.zeros(case.max_reqs, num_drafts + 1, dtype=torch.int64)
+    counts = sampled[:, 0].clone()
     with compile_launches() as found:
         kernels.prepare_inputs(case.slots, case.rows, case.step, 16)
-        kernels.commit_tokens(case.slots, case.rows, case.step, sampled, sampled[:, 0].clone())
+        kernels.commit_tokens(case.slots, case.stops, case.rows, case.step, sampled, counts)
     check_compiled(found, 2)

@@ -21,16 +21,10 @@ def test_norms_equal_torch(size: int, dtype: torch.dtype) -> None:
     from stoop.ops.kernels import norm as kernels
 
     torch.manual_seed(size)
-    x, residual = torch.randn(2, 5, size).to(dtype)
+    x = torch.randn(5, size).to(dtype)
     weight = torch.rand(size).to(dtype)
-    limits = tolerances(dtype)
-    torch.testing.assert_close(
-        kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **limits
-    )
-    ours = kernels.add_rms_norm(x, residual, weight, 1e-5)
-    theirs = reference.add_rms_norm(x, residual, weight, 1e-5)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, **limits)
+    ours, theirs = kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(ours, theirs, **tolerances(dtype))
 
 
 @pytest.mark.interpreted
@@ -47,6 +41,35 @@ def test_joined_norms_equal_torch(dtype: torch.dtype) -> None:
         reference.join_norms(parts, weights, 1e-5),
         **tolerances(dtype),
     )
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_joined_embeddings_equal_torch(dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import norm as kernels
+
+    table, features = torch.randn(9, 100).to(dtype), torch.randn(5, 2, 100).to(dtype)[:, 1]
+    norms = torch.rand(2, 100).to(dtype)
+    token_ids = torch.tensor([8, 0, 3, 3, 1], dtype=torch.int32)
+    arguments = (token_ids, table, norms[0], features, norms[1], 1e-5)
+    torch.testing.assert_close(
+        kernels.join_embedded(*arguments),
+        reference.join_norms((table[token_ids.long()], features), tuple(norms), 1e-5),
+        **tolerances(dtype),
+    )
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_taken_rows_are_followed_by_zeros(count: int) -> None:
+    from stoop.ops.kernels import norm as kernels
+
+    x = torch.randn(6, 1100)
+    index = torch.tensor([5, 0, 5, 2])[:count]
+    out = torch.full((4, 1100), 7.0)
+    kernels.take_rows_(x, index, out)
+    assert torch.equal(out[:count], x[index])
+    assert not out[count:].any()
 
 
 @pytest.mark.interpreted
@@ -68,9 +91,10 @@ def test_norms_compile_for_an_h200(size: int, dtype: torch.dtype) -> None:
     x = torch.zeros(4, size, dtype=dtype)
     with compile_launches() as found:
         kernels.rms_norm(x, x[0], 1e-5)
-        kernels.add_rms_norm(x, x, x[0], 1e-5)
         kernels.silu_and_mul(torch.zeros(4, 2 * size, dtype=dtype))
-    assert len(found) == 3
+        kernels.join_embedded(torch.zeros(4, dtype=torch.int32), x, x[0], x, x[0], 1e-5)
+        kernels.take_rows_(x, torch.zeros(2, dtype=torch.int64), torch.zeros_like(x))
+    assert len(found) == 4
     for compiled in found:
         print(compiled)
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0

@@ -18,6 +18,7 @@ from kernels.test_inputs import (
     prepared_case,
 )
 from stoop.ops import verification as reference
+from stoop.sampling.verifier import Verdict
 
 
 def drafts_of(case: Case, count: int) -> Tensor:
@@ -53,6 +54,16 @@ def expected_verdict(chosen: Tensor, accepts: Tensor | None, case: Case) -> tupl
     return token_ids, num_tokens
 
 
+def poisoned_verdict(case: Case) -> Verdict:
+    verdict = Verdict.make(case.max_reqs, case.num_drafts + 1, torch.device("cpu"))
+    verdict.packed.fill_(POISON)
+    return verdict
+
+
+def parts(verdict: Verdict) -> tuple[Tensor, Tensor, Tensor]:
+    return verdict.token_ids, verdict.num_tokens, verdict.num_drafts
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("mode", ["match", "bool", "int8", "no drafts"])
 @SEEDS
@@ -68,12 +79,16 @@ def test_verdict_equals_torch(seed: int, mode: str) -> None:
     accepts = None
     if mode in ("bool", "int8"):
         accepts = (torch.rand(count, width - 1) < 0.7).to(getattr(torch, mode))
-    token_ids = torch.full((case.max_reqs, case.num_drafts + 1), POISON)
-    num_tokens = torch.full((case.max_reqs,), POISON)
-    kernels.write_verdict(chosen, accepts, case.slots, case.step, token_ids, num_tokens)
+    ours = poisoned_verdict(case)
+    kernels.write_verdict(chosen, accepts, case.slots, case.step, *parts(ours))
     expected_ids, expected_counts = expected_verdict(chosen, accepts, case)
-    assert torch.equal(num_tokens, expected_counts)
-    assert torch.equal(token_ids, expected_ids)
+    assert torch.equal(ours.num_tokens, expected_counts)
+    assert torch.equal(ours.token_ids, expected_ids)
+    assert torch.equal(ours.num_drafts, case.step.row_drafts)
+    theirs = poisoned_verdict(case)
+    flags = None if accepts is None else accepts.bool()
+    reference.write_verdict(chosen, flags, case.slots, case.step, *parts(theirs))
+    assert torch.equal(ours.packed, theirs.packed)  # to the last element of the copy
     for group in ("slots", "rows", "step"):
         check_equal(getattr(case, group), getattr(before, group))
 
@@ -84,14 +99,12 @@ def test_verdict_compiles_for_an_h200(num_drafts: int) -> None:
 
     case = engine_case(num_drafts)
     chosen = torch.zeros(case.max_reqs, num_drafts + 1, dtype=torch.int64)
-    out, counts = torch.zeros_like(chosen), torch.zeros(case.max_reqs, dtype=torch.int64)
+    out = parts(Verdict.make(case.max_reqs, num_drafts + 1, torch.device("cpu")))
     with compile_launches() as found:
         for width in {1, num_drafts + 1}:
             for dtype in (None, torch.bool, torch.int8):
                 accepts = None if dtype is None else torch.zeros(256, width - 1, dtype=dtype)
-                kernels.write_verdict(
-                    chosen[:, :width], accepts, case.slots, case.step, out, counts
-                )
+                kernels.write_verdict(chosen[:, :width], accepts, case.slots, case.step, *out)
     check_compiled(found, 6 if num_drafts else 3)
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from stoop import LLM, SamplingParams
 from stoop.core.outputs import RequestOutput
-from stoop.core.step import StepPlan, StepResult
+from stoop.core.step import StepPlan
 from stoop.models import toy
+from stoop.worker.output import LaunchedStep
 
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 BACKENDS = ("reference", "hostplan")
@@ -222,10 +223,10 @@ def make_llm(drafter: Drafter, num_tokens: int, **options: Any) -> LLM:
 def watch_drafts(llm: LLM, trace: Trace) -> None:
     """Note what stands behind the known tokens of every request after each step."""
     runner = llm.engine.runner
-    execute = runner.execute
+    launch = runner.launch
 
-    def spy(plan: StepPlan) -> StepResult:
-        result = execute(plan)
+    def spy(plan: StepPlan) -> LaunchedStep:
+        launched = launch(plan)
         slots = runner.state.tensors
         for row in plan.rows:
             known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
@@ -234,9 +235,9 @@ def watch_drafts(llm: LLM, trace: Trace) -> None:
                 trace.drafts[row.request_id, known] = drafts
             else:
                 assert drafts == [], "a chunk drafts nothing"
-        return result
+        return launched
 
-    runner.execute = spy  # type: ignore[method-assign]
+    runner.launch = spy  # type: ignore[method-assign]
 
 
 def prompts(vocab_size: int) -> list[list[int]]:

@@ -461,14 +461,13 @@ def count_runs(llm: LLM, monkeypatch: Patch, params: SamplingParams) -> np.ndarr
     """Accepted drafts of each verification that had all K."""
     most = llm.config.schedule.num_drafts
     found: list[int] = []
-    execute = llm.engine.runner.execute
+    update = llm.engine.scheduler.update
 
-    def counted(plan: Any) -> Any:
-        result = execute(plan)
+    def counted(result: Any) -> Any:
         found.extend(len(r.token_ids) - 1 for r in result.rows if r.num_drafts == most)
-        return result
+        return update(result)
 
-    monkeypatch.setattr(llm.engine.runner, "execute", counted)
+    monkeypatch.setattr(llm.engine.scheduler, "update", counted)
     every = [params.replace(seed=seed) for seed in range(24)]
     llm.generate([[t, t + 1, t + 2] for t in range(24)], every, use_tqdm=False)
     return np.array(found)

@@ -10,13 +10,14 @@ from helpers import make_rules
 from stoop.batch.input_batch import InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.core.step import PlannedRow
-from stoop.ops.inputs import SlotTensors
+from stoop.ops.inputs import SlotTensors, StopTensors
 
 CPU = torch.device("cpu")
 SLOTS, MAX_LEN, BLOCK, MAX_TOKENS = 5, 21, 4, 30
 MAX_BLOCKS = -(-MAX_LEN // BLOCK)
 NUM_DRAFTS = 3  # K
 POISON = 77
+STOP_WIDTH = 4  # stop ids that a slot may have
 
 
 @dataclass
@@ -26,10 +27,13 @@ class Row:
     num_tokens: int  # of this step, dead ones included
     num_known: int
     num_drafts: int = 0
+    ended: bool = False  # its request has, which the host did not know
 
     @property
     def num_live(self) -> int:
         """Query tokens that are known or drafts; the rest are dead."""
+        if self.ended:
+            return 0
         return min(self.num_tokens, self.num_known + self.num_drafts - self.num_computed)
 
     @property
@@ -38,12 +42,12 @@ class Row:
 
     @property
     def samples(self) -> bool:
-        return self.seq_len >= self.num_known
+        return not self.ended and self.seq_len >= self.num_known
 
     @property
     def num_verified(self) -> int:
         """Drafts that this step has a place for."""
-        return max(self.seq_len - self.num_known, 0)
+        return 0 if self.ended else max(self.seq_len - self.num_known, 0)
 
 
 def planned(rows: list[Row]) -> list[PlannedRow]:
@@ -69,7 +73,8 @@ def planned(rows: list[Row]) -> list[PlannedRow]:
 def random_rows(rng: random.Random, max_drafts: int = NUM_DRAFTS) -> list[Row]:
     """Decodes with places for all drafts, prompts, chunks, and what lies between.
 
-    A step at the model's limit, with more places than there are tokens to come, is among them.
+    A step at the model's limit, with more places than there are tokens to come, is among them, and
+    rows whose requests have ended.
     """
     rows, budget = [], MAX_TOKENS
     for slot in rng.sample(range(SLOTS), rng.randint(1, SLOTS)):
@@ -85,7 +90,7 @@ def random_rows(rng: random.Random, max_drafts: int = NUM_DRAFTS) -> list[Row]:
             count = rng.choice((1, left, cut, rng.randint(1, left), rng.randint(1, most)))
         count = min(count, budget)
         if count:
-            rows.append(Row(slot, computed, count, known, drafts))
+            rows.append(Row(slot, computed, count, known, drafts, rng.random() < 0.15))
             budget -= count
     return rows
 
@@ -100,13 +105,35 @@ def random_state(rng: random.Random, rows: list[Row]) -> RequestState:
     for field in fields(slots):
         if field.name not in ("token_ids", "block_table"):
             getattr(slots, field.name).random_(0, MAX_LEN, generator=generator)
-    for counter in (slots.num_tokens, slots.num_computed, slots.num_drafts):
+    for counter in (slots.num_tokens, slots.num_computed, slots.num_drafts, slots.token_limit):
         counter[-1] = 0  # the sink's
     for row in rows:
         slots.num_tokens[row.slot] = row.num_known
         slots.num_computed[row.slot] = row.num_computed
         slots.num_drafts[row.slot] = row.num_drafts
+        slots.num_prompt_tokens[row.slot] = rng.randint(1, row.num_known)
+        # By a stop token, or by its limit; else there is room for its drafts and the next token.
+        limits = (0, row.num_known) if row.ended else (row.num_known + row.num_drafts + 1, MAX_LEN)
+        slots.token_limit[row.slot] = rng.choice(limits)
     return state
+
+
+def no_stops() -> StopTensors:
+    return StopTensors(
+        torch.zeros(SLOTS + 1, dtype=torch.int64),
+        torch.zeros(SLOTS + 1, dtype=torch.int64),
+        torch.zeros(SLOTS + 1, STOP_WIDTH, dtype=torch.int64),
+    )
+
+
+def random_stops(rng: random.Random, vocabulary: range) -> StopTensors:
+    """Of every slot, the sink too; ids past the number that counts are a former holder's."""
+    stops = no_stops()
+    for slot in range(SLOTS + 1):
+        stops.min_tokens[slot] = rng.choice((0, 0, rng.randint(1, MAX_LEN)))
+        stops.stop_counts[slot] = rng.randint(0, STOP_WIDTH)
+        stops.stop_ids[slot] = torch.tensor(rng.sample(vocabulary, STOP_WIDTH))
+    return stops
 
 
 def poison(group: Any) -> None:

@@ -16,6 +16,7 @@ from slot_state import (
     SLOTS,
     Row,
     Snapshot,
+    no_stops,
     planned,
     poisoned_buffers,
     random_rows,
@@ -55,14 +56,15 @@ def verified_step(rng: random.Random, rows: list[Row] | None = None) -> Step:
     rows = random_rows(rng) if rows is None else rows
     slots, buffers = random_state(rng, rows).tensors, poisoned_buffers()
     for row in rows:  # no request goes beyond its limit
-        slots.token_limit[row.slot] = rng.randint(row.num_known + row.num_drafts + 1, MAX_LEN)
+        if not row.ended:
+            slots.token_limit[row.slot] = rng.randint(row.num_known + row.num_drafts + 1, MAX_LEN)
         slots.draft_limit[row.slot] = rng.randint(0, NUM_DRAFTS)
     buffers.load_rows(planned(rows))
     buffers.fill(slots, BLOCK)
     taken = [rng.randint(1, row.num_verified + 1) if row.samples else 0 for row in rows]
     sampled = torch.randint(1000, 2000, (SLOTS, NUM_DRAFTS + 1))
     counts = torch.tensor(taken + [0] * (SLOTS - len(rows)))
-    commit_tokens(slots, buffers.rows, buffers.step, sampled, counts)
+    commit_tokens(slots, no_stops(), buffers.rows, buffers.step, sampled, counts)
     return Step(rows, slots, buffers, taken)
 
 
@@ -110,6 +112,7 @@ def test_room_equals_the_slow_twin(seed: int) -> None:
         (10, 3, 13, 21, 2),  # two drafts and one more end the request
         (10, 3, 11, 21, 0),  # the next token ends it: nothing to guess
         (10, 3, 10, 21, 0),  # it has ended already
+        (10, 3, 0, 21, 0),  # by a stop token
         (10, 3, 21, 12, 2),  # the head has fewer positions
         (10, 3, 21, 4, 0),
     ],
@@ -174,7 +177,8 @@ def test_draft_prefill_of_one_row_of_each_kind() -> None:
     buffers.load_rows(planned(rows))
     buffers.fill(slots, BLOCK)
     sampled = torch.tensor([[71, 72, 0, 0], [0] * 4, [81, 0, 0, 0], [0] * 4, [0] * 4])
-    commit_tokens(slots, buffers.rows, buffers.step, sampled, torch.tensor([2, 0, 1, 0, 0]))
+    counts = torch.tensor([2, 0, 1, 0, 0])
+    commit_tokens(slots, no_stops(), buffers.rows, buffers.step, sampled, counts)
     out = poisoned_prefill()
     prepare_draft_prefill(slots, buffers.rows, buffers.step, out, 40)
     chunk, prompt = slots.token_ids[1].tolist(), slots.token_ids[2].tolist()
@@ -226,7 +230,7 @@ def test_draft_decode_equals_the_slow_twin(seed: int) -> None:
     }
     for index, row in enumerate(step.rows):
         drafted = int(step.slots.num_drafts[row.slot])
-        if drafted >= int(room[index]):
+        if row.ended or drafted >= int(room[index]):
             continue
         text = step.slots.token_ids[row.slot].tolist()
         newest = step.num_known(index) + drafted - 1
@@ -285,6 +289,8 @@ def test_drafts_fill_their_room_and_no_more(seed: int) -> None:
         drafts = torch.arange(SLOTS) + 100 * (number + 1)
         commit_draft(step.slots, step.buffers.step, room, drafts)
     for index, row in enumerate(step.rows):
+        if row.ended:
+            continue
         wanted = [index + 100 * (number + 1) for number in range(int(room[index]))]
         known = then.num_tokens[row.slot]
         then.token_ids[row.slot][known : known + len(wanted)] = wanted
@@ -316,6 +322,8 @@ def test_lookup_equals_the_slow_twin(seed: int) -> None:
     room = draft_room(step.slots, step.buffers.step, MAX_LEN)
     then, before, rooms = Snapshot.of(step.slots), untouched(step), room.clone()
     for index, row in enumerate(step.rows):
+        if row.ended:
+            continue
         known = then.num_tokens[row.slot]
         drafts = look_up_slowly(then.token_ids[row.slot][:known], sizes, int(room[index]))
         then.token_ids[row.slot][known : known + len(drafts)] = drafts

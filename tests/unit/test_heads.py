@@ -437,7 +437,8 @@ class Plain:
     def finish(self, prefix: str, x: Tensor) -> Tensor:
         return x + self.mlp(prefix, self.norm(f"{prefix}.post_attention_layernorm", x))
 
-    def condense(self, streams: list[Tensor]) -> Tensor:
+    def condense(self, stacked: Tensor) -> Tensor:
+        streams = list(stacked.unbind(dim=1))
         if self.spec.fc_norms:
             streams = [self.norm(f"fc_norm.{i}", x) for i, x in enumerate(streams)]
         x = torch.cat(streams, dim=-1)
@@ -514,7 +515,8 @@ def run_twice(head: Any, spec: HeadSpec, forward: Callable[..., Any]) -> list[Te
     streams = [torch.randn(9, SIZE, generator=generator).double() for _ in range(3)]
     tokens = torch.randint(VOCAB, (9,), generator=generator)
     positions = torch.arange(5, 14)
-    feature = head.condense(streams) if spec.method == "eagle3" else streams[0]
+    stacked = torch.stack(streams, dim=1)
+    feature = head.condense(stacked) if spec.method == "eagle3" else streams[0]
     states, fed_back = forward(tokens, feature, positions)
     return [states, fed_back, *forward(tokens.flip(0), fed_back, positions + 1)]
 
@@ -528,7 +530,7 @@ def test_a_loaded_head_computes_what_the_papers_say(tmp_path: Path, spec: HeadSp
     head = load(tmp_path, spec, target=target)
     plain = Plain(tensors, spec, target)
     wanted = run_twice(plain, spec, plain.forward)
-    found = run_twice(head, spec, lambda *inputs: head(*inputs, ctx))
+    found = run_twice(head, spec, lambda *inputs: head.finish(head(*inputs, ctx)))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     logits = wanted[0] @ plain.lm_head.T
@@ -625,7 +627,7 @@ def test_a_copy_of_the_targets_embedding_is_shared(
     assert head.spec.own_embedding != same
     assert ("bit for bit: shared" in caplog.text) == same
     features = torch.zeros(2, SIZE, dtype=torch.bfloat16)
-    states, _ = head(torch.tensor([1, 2]), features, torch.arange(2), CausalContext())
+    states = head(torch.tensor([1, 2]), features, torch.arange(2), CausalContext())
     assert states.shape == (2, SIZE)
 
 

@@ -18,14 +18,23 @@ from slot_state import (
     SLOTS,
     Row,
     Snapshot,
+    no_stops,
     planned,
     poisoned_buffers,
     random_rows,
     random_state,
+    random_stops,
 )
 
 from stoop.batch.input_batch import InputBuffers
-from stoop.ops.inputs import PADDING, TOKEN_BUFFERS, SlotTensors, StepTensors, commit_tokens
+from stoop.ops.inputs import (
+    PADDING,
+    TOKEN_BUFFERS,
+    SlotTensors,
+    StepTensors,
+    StopTensors,
+    commit_tokens,
+)
 from stoop.ops.kv_store import store_kv
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
@@ -46,6 +55,9 @@ def expected_step(slots: SlotTensors, rows: list[Row]) -> dict[str, list]:
     }
     token = 0
     for index, row in enumerate(rows):
+        if row.ended:  # as padding, but that its tokens have a place
+            token += row.num_tokens
+            continue
         table = slots.block_table[row.slot].tolist()
         end = row.num_known + row.num_drafts
         out["row_slots"][index] = row.slot
@@ -104,12 +116,13 @@ def test_inputs_equal_the_slow_twin_over_poisoned_buffers(seed: int) -> None:
 
 def test_random_rows_reach_every_kind() -> None:
     """What the twins are held against: dead tokens, drafts cut off, chunks, the last position."""
-    rows = [row for seed in range(200) for row in random_rows(random.Random(seed))]
+    rows = [row for seed in range(240) for row in random_rows(random.Random(seed))]
     assert sum(r.num_tokens > r.num_live for r in rows) > 50
     assert sum(r.num_verified == NUM_DRAFTS for r in rows) > 50
     assert sum(0 < r.num_verified < r.num_drafts for r in rows) > 5
     assert sum(not r.samples for r in rows) > 50
     assert sum(r.num_known == MAX_LEN - 1 and r.num_tokens > 1 for r in rows) > 50
+    assert sum(r.ended and r.num_known - r.num_computed == 1 for r in rows) > 20
 
 
 def test_dead_tokens_of_a_decode_look_like_padding() -> None:
@@ -124,6 +137,34 @@ def test_dead_tokens_of_a_decode_look_like_padding() -> None:
     assert step.seq_lens.tolist()[:2] == [11, 20] and step.context_lens.tolist()[:2] == [9, 19]
     assert step.row_drafts.tolist()[:2] == [1, 0] and step.samples.tolist()[:2] == [1, 1]
     assert step.last_token_indices.tolist()[:2] == [0, 4]
+
+
+@pytest.mark.parametrize("limit", [0, 9, 10])
+def test_a_row_whose_request_has_ended_looks_like_padding(limit: int) -> None:
+    """By a stop token (0) or by its limit, at or below what is known; its neighbours go on."""
+    rows = [Row(0, 9, 4, 10, 3), Row(1, 9, 4, 10, 3, ended=True), Row(3, 19, 4, 20, 0)]
+    state, buffers = random_state(random.Random(5), rows), poisoned_buffers()
+    state.tensors.token_limit[1] = limit
+    buffers.load_rows(planned(rows))
+    buffers.fill(state.tensors, BLOCK)
+    step, sink = buffers.step, state.tensors.sink
+    live = [1] * 4 + [0] * 4 + [1, 0, 0, 0]
+    assert (step.slot_mapping >= 0).long().tolist()[:12] == live
+    assert not step.input_ids[4:8].any() and not step.positions[4:8].any()
+    assert step.row_slots.tolist() == [0, sink, 3, sink, sink]
+    assert step.samples.tolist()[:3] == [1, 0, 1] and step.row_drafts.tolist()[:3] == [3, 0, 0]
+    assert step.seq_lens.tolist()[:3] == [13, 0, 20]
+    assert step.context_lens.tolist()[:3] == [9, 0, 19]
+    assert step.last_token_indices.tolist()[:3] == [0, 0, 8]
+
+
+def test_one_token_below_its_limit_a_request_goes_on() -> None:
+    rows = [Row(1, 9, 4, 10)]
+    state, buffers = random_state(random.Random(5), rows), poisoned_buffers()
+    state.tensors.token_limit[1] = 11
+    buffers.load_rows(planned(rows))
+    buffers.fill(state.tensors, BLOCK)
+    assert buffers.step.row_slots[0] == 1 and buffers.step.samples[0] == 1
 
 
 def test_padding_is_named_for_every_buffer() -> None:
@@ -184,15 +225,19 @@ def test_too_many_tokens_are_refused() -> None:
 # ---- phase U ----
 
 
+SAMPLED = range(5000, 5012)  # few: stop ids are among them
+
+
 def random_verdict(rng: random.Random, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a step may yield, with garbage where nobody may look."""
-    sampled = torch.full((SLOTS, NUM_DRAFTS + 1), 10**9)
+    """What a step may yield; where nobody may look, stop ids or garbage."""
+    shape = (SLOTS, NUM_DRAFTS + 1)
+    sampled = torch.full(shape, 10**9) if rng.random() < 0.5 else torch.full(shape, SAMPLED[0])
     counts = [0] * SLOTS
     for index, row in enumerate(rows):
         if row.samples:
             counts[index] = rng.randint(1, row.num_verified + 1)
             for place in range(counts[index]):
-                sampled[index, place] = 5000 + 10 * index + place
+                sampled[index, place] = rng.choice(SAMPLED)
     return sampled, torch.tensor(counts)
 
 
@@ -206,14 +251,23 @@ def test_commit_equals_the_slow_twin(seed: int) -> None:
     buffers.load_rows(planned(rows))
     buffers.fill(slots, BLOCK)
     sampled, counts = random_verdict(rng, rows)
-    then = Snapshot.of(slots)
+    stops = random_stops(rng, SAMPLED)
+    then, listed = Snapshot.of(slots), Snapshot.of(stops)
     step = {f.name: getattr(buffers.step, f.name).clone() for f in fields(buffers.step)}
-    commit_tokens(slots, buffers.rows, buffers.step, sampled, counts)
+    commit_tokens(slots, stops, buffers.rows, buffers.step, sampled, counts)
+    assert Snapshot.of(stops) == listed
     for index, row in enumerate(rows):
         slot = row.slot
+        if row.ended:  # nothing of it changes any more
+            continue
+        ids = listed.stop_ids[slot][: listed.stop_counts[slot]]
         for place in range(int(counts[index])):
-            then.token_ids[slot][then.num_tokens[slot]] = 5000 + 10 * index + place
+            token = int(sampled[index, place])
+            then.token_ids[slot][then.num_tokens[slot]] = token
             then.num_tokens[slot] += 1
+            num_output = then.num_tokens[slot] - then.num_prompt_tokens[slot]
+            if token in ids and num_output > listed.min_tokens[slot]:
+                then.token_limit[slot] = 0
         if row.samples:
             then.num_computed[slot] = then.num_tokens[slot] - 1
         else:
@@ -224,7 +278,9 @@ def test_commit_equals_the_slow_twin(seed: int) -> None:
         assert torch.equal(getattr(buffers.step, name), value), name
 
 
-def commit_one(rows: list[Row], tokens: list[int]) -> SlotTensors:
+def commit_one(
+    rows: list[Row], tokens: list[int], stops: StopTensors | None = None, num_prompt: int = 1
+) -> SlotTensors:
     """The slots after a step whose first row yields `tokens`."""
     state, buffers = random_state(random.Random(2), rows), poisoned_buffers()
     buffers.load_rows(planned(rows))
@@ -232,7 +288,9 @@ def commit_one(rows: list[Row], tokens: list[int]) -> SlotTensors:
     sampled = torch.full((SLOTS, NUM_DRAFTS + 1), 10**9)
     sampled[0, : len(tokens)] = torch.tensor(tokens)
     counts = torch.tensor([len(tokens)] + [0] * (SLOTS - 1))
-    commit_tokens(state.tensors, buffers.rows, buffers.step, sampled, counts)
+    state.tensors.num_prompt_tokens[rows[0].slot] = num_prompt
+    stops = no_stops() if stops is None else stops
+    commit_tokens(state.tensors, stops, buffers.rows, buffers.step, sampled, counts)
     return state.tensors
 
 
@@ -258,6 +316,59 @@ def test_rejected_drafts_are_not_counted_as_computed() -> None:
     slots = commit_one([Row(0, 9, 4, 10, 3)], [51])
     assert (slots.num_tokens[0], slots.num_computed[0], slots.num_drafts[0]) == (11, 10, 0)
     assert slots.token_ids[0, 10] == 51
+
+
+def one_stop(
+    slot: int, ids: list[int], min_tokens: int = 0, count: int | None = None
+) -> StopTensors:
+    stops = no_stops()
+    stops.min_tokens[slot] = min_tokens
+    stops.stop_counts[slot] = len(ids) if count is None else count
+    stops.stop_ids[slot, : len(ids)] = torch.tensor(ids)
+    return stops
+
+
+RUN = [51, 52, 53, 54]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_stop_token_ends_its_request_wherever_it_stands_in_a_run(place: int) -> None:
+    rows = [Row(2, 9, 4, 10, 3), Row(0, 9, 4, 10, 3)]
+    slots = commit_one(rows, RUN, one_stop(2, [7, RUN[place], 9]))
+    assert slots.token_limit[2] == 0 and slots.token_limit[0] > 10
+    # The run is taken whole: the host drops what stands behind the stop.
+    assert (slots.num_tokens[2], slots.num_computed[2]) == (14, 13)
+    assert slots.token_ids[2, 10:14].tolist() == RUN
+
+
+@pytest.mark.parametrize("num_taken", range(1, 5))
+def test_a_stop_token_that_is_not_taken_ends_nothing(num_taken: int) -> None:
+    """The next place holds it, and is no part of the run."""
+    stops = one_stop(2, [10**9, *RUN[num_taken:]][:4])
+    slots = commit_one([Row(2, 9, 4, 10, 3)], RUN[:num_taken], stops)
+    assert slots.token_limit[2] > 10
+
+
+@pytest.mark.parametrize("min_tokens", range(6))
+def test_a_stop_token_counts_behind_min_tokens(min_tokens: int) -> None:
+    """Two tokens of the answer are known; the third of the run is the fifth."""
+    stops = one_stop(2, [RUN[2]], min_tokens)
+    slots = commit_one([Row(2, 9, 4, 10, 3)], RUN, stops, num_prompt=8)
+    assert (slots.token_limit[2] == 0) == (min_tokens < 5)
+
+
+def test_stop_ids_of_a_former_holder_and_of_neighbours_end_nothing() -> None:
+    stops = one_stop(2, [7, 8, 51], count=2)
+    stops.stop_counts[[0, 1, 3, 4, 5]] = 4
+    stops.stop_ids[[0, 1, 3, 4, 5]] = torch.tensor(RUN)
+    slots = commit_one([Row(2, 9, 4, 10, 3), Row(0, 9, 4, 10, 3)], RUN, stops)
+    assert slots.token_limit[2] > 10 and slots.token_limit[0] > 10
+
+
+def test_a_chunk_ends_nothing() -> None:
+    stops = one_stop(2, [0, 10**9])
+    slots = commit_one([Row(2, 3, 4, 10)], [], stops)
+    assert slots.token_limit[2] > 10 and slots.num_computed[2] == 7
 
 
 # ---- the KV store ----

@@ -209,7 +209,7 @@ def test_invariant_18_each_step_stages_from_arrays_of_its_own(
 
     monkeypatch.setattr(buffers, "_copy_in", spy)
     run_requests(engine, greedy_requests())
-    assert len(seen) > 20
+    assert len(seen) > 10  # a batch that goes on as it is copies nothing
     assert all(np.array_equal(host, then) for host, then in seen)
     assert not any(np.shares_memory(a, b) for (a, _), (b, _) in pairwise(seen))
 

@@ -346,7 +346,7 @@ def test_a_decode_has_places_for_all_drafts_whatever_was_accepted() -> None:
         assert rows_of(plan) == {"a": (computed, K + 1)}
         assert (row.decodes, row.samples) == (True, True)
         assert row.seq_len == computed + K + 1
-        assert row.num_reserved == computed + K + 1 + K - 1
+        assert row.num_reserved == 4 * len(request.block_ids) >= computed + K + 1 + K - 1
         computed += len(tokens)
         assert request.num_computed == computed == request.num_tokens - 1
     assert request.output_token_ids == list(range(10, 21))
@@ -376,7 +376,7 @@ def test_rows_at_the_models_limit_reserve_no_more_than_there_is() -> None:
         rows += spec_step(scheduler, a=[token]).rows
         token += 1
     assert [row.seq_len for row in rows] == [7, 11, 12, 12, 12]
-    assert [row.num_reserved for row in rows] == [9, 12, 12, 12, 12]
+    assert [row.num_reserved for row in rows] == [10, 12, 12, 12, 12]  # whole blocks
     assert request.num_tokens == limit and request.finish_reason == "length"
     scheduler.check_idle()
 
@@ -474,16 +474,163 @@ def test_preempted_request_resumes_with_accepted_tokens_only() -> None:
     scheduler.check_idle()
 
 
-def test_nobody_is_scheduled_twice_while_its_drafts_are_under_way() -> None:
-    """How many were accepted is not known before the result is in."""
+# ---- run-ahead: steps planned before the results of earlier ones are known ----
+
+
+def ahead(scheduler: Scheduler) -> StepPlan | None:
+    return scheduler.schedule(results_pending=True)
+
+
+def test_a_step_under_way_counts_for_all_that_it_may_yield() -> None:
+    """How many drafts were accepted is not known before the result is in."""
     scheduler = speculative()
-    scheduler.add(make_request("a", [1, 2], max_tokens=20, num_drafts=K))
-    spec_step(scheduler, a=[5])
+    request = make_request("a", [1, 2], max_tokens=20, num_drafts=K)
+    scheduler.add(request)
+    first = scheduler.schedule()
+    plans = [ahead(scheduler) for _ in range(2)]
+    assert [rows_of(plan) for plan in plans] == [{"a": (2, K + 1)}, {"a": (2 + K + 1, K + 1)}]
+    assert list(request.in_flight) == [1, K + 1, K + 1]
+    assert (request.num_expected, request.num_due) == (3 + 2 * (K + 1), 3)
+    assert all(plan.rows[0].decodes and plan.rows[0].samples for plan in plans)
+    # Blocks for the bound, and for what the drafter writes behind it.
+    assert plans[-1].rows[0].seq_len == 2 + 2 * (K + 1)
+    assert plans[-1].rows[0].num_reserved >= 2 + 2 * (K + 1) + K - 1
+    scheduler.update(verdict(first, {"a": [5]}))
+    scheduler.update(verdict(plans[0], {"a": [6, 7]}))  # two fewer than there might have been
+    assert list(request.in_flight) == [K + 1]
+    assert request.num_computed == 4 + K + 1 and request.num_expected == 5 + K + 1
+    assert rows_of(ahead(scheduler)) == {"a": (4 + K + 1, K + 1)}
+
+
+def test_chunks_run_ahead_and_yield_nothing() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    request = make_request("a", range(10), max_tokens=3)
+    scheduler.add(request)
+    plans = [scheduler.schedule(), *(ahead(scheduler) for _ in range(4))]
+    assert [rows_of(p)["a"] for p in plans] == [(0, 4), (4, 4), (8, 2), (10, 1), (11, 1)]
+    assert [p.rows[0].samples for p in plans] == [False, False, True, True, True]
+    assert list(request.in_flight) == [0, 0, 1, 1, 1]
+    assert ahead(scheduler) is None  # the three tokens that it wants are under way
+    for plan in plans:
+        assert not request.finished
+        scheduler.update(result_of(plan))
+    assert request.output_token_ids == [7, 7, 7]
+    scheduler.check_idle()
+
+
+def test_a_decode_that_is_cut_short_may_yield_no_more_than_its_places() -> None:
+    scheduler = speculative(max_num_seqs=2, max_num_batched_tokens=6, block_size=1)
+    for name in "ab":
+        scheduler.add(make_request(name, [1], max_tokens=20, num_drafts=K))
+    spec_step(scheduler, a=[5], b=[5])
     plan = scheduler.schedule()
-    assert rows_of(plan) == {"a": (2, K + 1)}
-    assert scheduler.schedule().rows == []
-    scheduler.update(verdict(plan, {"a": [6, 7]}))
-    assert rows_of(scheduler.schedule()) == {"a": (4, K + 1)}
+    assert sorted(row.num_tokens for row in plan.rows) == [2, 4]
+    assert sorted(r.in_flight[0] for r in scheduler.running) == [2, 4]
+
+
+@pytest.mark.parametrize(("limit", "max_tokens"), [(64, 4), (6, 100)])
+def test_a_request_that_is_sure_to_end_is_planned_no_further(limit: int, max_tokens: int) -> None:
+    """By its own limit or the model's; others go on."""
+    scheduler = make_scheduler(max_model_len=limit)
+    scheduler.add(make_request("a", [1, 2], max_tokens=max_tokens))
+    scheduler.add(make_request("b", [1], max_tokens=5))
+    plans = [scheduler.schedule(), *(ahead(scheduler) for _ in range(4))]
+    assert [sorted(rows_of(plan)) for plan in plans] == [["a", "b"]] * 4 + [["b"]]
+    assert ahead(scheduler) is None
+    for plan in plans:
+        scheduler.update(result_of(plan))
+    scheduler.check_idle()
+
+
+def test_drafts_may_end_a_request_earlier_than_is_sure() -> None:
+    """Three tokens to go, two steps under way: each must yield one, so a third is planned."""
+    scheduler = speculative()
+    request = make_request("a", [1, 2], max_tokens=4, num_drafts=K)
+    scheduler.add(request)
+    spec_step(scheduler, a=[5])
+    plans = [scheduler.schedule(), ahead(scheduler), ahead(scheduler)]
+    assert all(plans) and ahead(scheduler) is None
+    scheduler.update(verdict(plans[0], {"a": [6, 7, 8]}))
+    assert request.finish_reason == "length"
+    for plan in plans[1:]:
+        late = [RowResult("a", plan.rows[0].epoch, [])]
+        assert scheduler.update(StepResult(plan.index, late)) == []
+    assert request.output_token_ids == [5, 6, 7, 8]
+    scheduler.check_idle()
+
+
+def test_nobody_is_preempted_while_results_are_under_way() -> None:
+    """The engine reads a result and asks again; with none under way the last one goes."""
+    scheduler, first, second = two_that_outgrow_the_pool()
+    plans = [scheduler.schedule()]
+    while (plan := ahead(scheduler)) is not None:
+        plans.append(plan)
+    assert len(plans) == 4 and not scheduler.stats.num_preemptions  # three blocks of two each
+    assert scheduler.pool.num_free == 0
+    for plan in plans:
+        assert ahead(scheduler) is None
+        scheduler.update(result_of(plan))
+    plan = scheduler.schedule()
+    assert set(rows_of(plan)) == {"first"} and second.num_preemptions == 1
+    assert not second.in_flight and len(first.in_flight) == 1
+
+
+def test_a_result_that_frees_blocks_ends_the_wait() -> None:
+    """The longer bound of a step under way is given up when drafts were rejected."""
+    scheduler = speculative(num_blocks=13, block_size=1, max_model_len=12, drafter_has_kv=False)
+    scheduler.add(make_request("a", [1], max_tokens=11, num_drafts=K))
+    scheduler.add(make_request("b", [2], max_tokens=2, num_drafts=K))
+    first = scheduler.schedule()
+    second = ahead(scheduler)
+    assert ahead(scheduler) is None
+    scheduler.update(verdict(first, {"a": [5], "b": [5]}))
+    scheduler.update(verdict(second, {"a": [6], "b": [6]}))  # b has ended
+    assert rows_of(ahead(scheduler)) == {"a": (2, K + 1)}
+    assert not scheduler.stats.num_preemptions
+
+
+def test_an_arrival_is_admitted_while_results_are_under_way() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    scheduler.add(make_request("a", [1, 2]))
+    first = scheduler.schedule()
+    scheduler.add(make_request("b", [3, 4, 5]))
+    assert rows_of(ahead(scheduler)) == {"a": (2, 1), "b": (0, 3)}
+    scheduler.update(result_of(first))
+    assert rows_of(ahead(scheduler)) == {"a": (3, 1), "b": (3, 1)}
+
+
+def test_a_slot_is_reused_while_a_step_of_its_former_holder_is_under_way() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("old", [1, 2], stop_ids=(7,)))
+    new = make_request("new", [3, 4])
+    scheduler.add(new)
+    first, second = scheduler.schedule(), ahead(scheduler)
+    scheduler.update(result_of(first, 7))
+    plan = ahead(scheduler)
+    assert plan.rows[0].slot == second.rows[0].slot and rows_of(plan) == {"new": (0, 2)}
+    assert scheduler.update(result_of(second, 50)) == []
+    assert new.token_ids == [3, 4] and list(new.in_flight) == [1]
+    scheduler.update(result_of(plan, 60))
+    assert new.output_token_ids == [60]
+
+
+def test_with_nothing_to_do_there_is_no_plan() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.schedule() is None and ahead(scheduler) is None
+    assert scheduler.stats.num_steps == 0
+
+
+def test_a_block_that_ends_in_the_newest_token_is_offered_with_the_next_result() -> None:
+    """The step under way would write its last place, but may find the request ended."""
+    scheduler = make_scheduler(block_size=2)
+    request = make_request("a", [1, 2, 3], max_tokens=20)
+    scheduler.add(request)
+    plans = [scheduler.schedule(), ahead(scheduler), ahead(scheduler)]
+    scheduler.update(result_of(plans[0]))
+    assert request.num_computed == 5 and request.num_tokens == 4
+    assert len(scheduler.prefix_cache) == 1
+    scheduler.update(result_of(plans[1]))
+    assert len(scheduler.prefix_cache) == 2
 
 
 def test_late_drafts_of_a_preempted_request_are_ignored() -> None:

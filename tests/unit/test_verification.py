@@ -251,7 +251,7 @@ class Rig:
         slot = batch.row_slots.repeat_interleave(K + 1)
         where = Positions(slot, slots.num_tokens[slot] + behind.flatten(), 8)
         every = logits[behind].flatten(0, 1).clone()
-        out = Verdict.make(n, K + 1, CPU)
+        out = self.out = Verdict.make(n, K + 1, CPU)
         self.verifier.verify(every, batch, where, self.needs, out)
         return out.token_ids, out.num_tokens
 
@@ -377,17 +377,46 @@ def test_rows_that_sample_nothing_yield_nothing() -> None:
 
 def test_a_batch_without_drafts_has_one_position_a_row() -> None:
     rig = Rig([GREEDY] * 2, torch.tensor([[4, 1], [4, 1]]))
-    buffers = InputBuffers(2, 6, CPU)
+    buffers = InputBuffers(3, 9, CPU)
     batch: InputBatch = buffers.load_rows([rig._row(0), rig._row(1)])
     buffers.fill(rig.state.tensors, 4)
     where = Positions(batch.row_slots, rig.state.tensors.num_tokens[:2], 8)
-    out = Verdict(torch.full((3, K + 1), 7), torch.full((3,), 7))  # stale, and larger
+    out = Verdict.make(3, K + 1, CPU)
+    out.packed.fill_(7)  # stale
     rig.verifier.verify(LOGITS[:2].clone(), batch, where, rig.needs, out)
     assert out.token_ids.tolist() == [[4, 0, 0], [1, 0, 0], [0, 0, 0]]
-    assert out.num_tokens.tolist() == [1, 1, 0]
+    assert out.num_tokens.tolist() == [1, 1, 0] and out.num_drafts.tolist() == [0, 0, 0]
+
+
+def test_a_row_whose_request_has_ended_yields_nothing() -> None:
+    rig = Rig([GREEDY] * 3, torch.tensor([[4, 1]] * 3))
+    rig.state.tensors.token_limit[1] = 0
+    assert rig.verify(LOGITS)[1].tolist() == [3, 0, 3]
+
+
+def test_a_verdict_tells_how_many_drafts_were_verified() -> None:
+    rig = Rig([GREEDY] * 4, torch.tensor([[4, 1], [4, 3], [0, 1], [4, 1]]))
+    rig.num_drafts = torch.tensor([2, 1, 0, 2])
+    rig.state.tensors.token_limit[3] = 3
+    rig.verify(LOGITS)
+    assert rig.out.num_drafts.tolist() == [2, 1, 0, 0]
 
 
 def test_verdict_starts_empty() -> None:
     verdict = Verdict.make(3, K + 1, CPU)
-    assert verdict.token_ids.shape == (3, K + 1) and verdict.num_tokens.shape == (3,)
-    assert not verdict.token_ids.any() and not verdict.num_tokens.any()
+    assert verdict.token_ids.shape == (3, K + 1)
+    assert verdict.num_tokens.shape == verdict.num_drafts.shape == (3,)
+    assert not verdict.packed.any()
+
+
+def test_a_packed_verdict_holds_every_part_once() -> None:
+    verdict = Verdict.make(3, K + 1, CPU)
+    verdict.token_ids.copy_(torch.arange(3 * (K + 1)).view(3, -1))
+    verdict.num_tokens.copy_(torch.arange(100, 103))
+    verdict.num_drafts.copy_(torch.arange(200, 203))
+    assert verdict.packed.tolist() == [*range(3 * (K + 1)), *range(100, 103), *range(200, 203)]
+    copy = Verdict.of(verdict.packed.clone(), 3)
+    verdict.packed.zero_()
+    assert copy.token_ids.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert copy.num_tokens.tolist() == [100, 101, 102]
+    assert copy.num_drafts.tolist() == [200, 201, 202]

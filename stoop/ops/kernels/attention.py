@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -127,12 +128,13 @@ def _split_kernel(
     value_stride, page_stride, token_stride, head_stride,
     ALONE: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one row of at most max_len query tokens, for one KV head.
 
     ALONE: no other kernel serves the batch, so that padding is zeroed here.
     """
+    start_in_turn(PDL)
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(start_loc_ptr + row)
     query_len = tl.load(start_loc_ptr + row + 1) - begin
@@ -193,8 +195,10 @@ def _reduce_kernel(
     start_loc_ptr, context_ptr, seq_len_ptr, out_ptr, part_ptr, part_size, max_len, window,
     num_splits, out_stride, BLOCK_S: tl.constexpr, WINDOWED: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum up the splits that a row has. One query head of one token at a time."""
+    start_in_turn(PDL)
     kv_head, lane, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(start_loc_ptr + row)
     query_len = tl.load(start_loc_ptr + row + 1) - begin
@@ -441,7 +445,7 @@ class _Call:
             *self.pointers, partials, part_size, max_len, *self.numbers, *self.strides,
             ALONE=alone, SPLIT=splits > 1, **options,
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlapping(q),
         )  # fmt: skip
         if splits == 1:
             return
@@ -451,7 +455,7 @@ class _Call:
             splits, self.strides[2], BLOCK_S=triton.next_power_of_2(splits),
             BLOCK_N=tiling.block_n,
             **{name: options[name] for name in ("WINDOWED", "GROUP", "HEAD_DIM", "BLOCK_D")},
-            num_warps=4 if splits >= 16 else 1,
+            num_warps=4 if splits >= 16 else 1, **overlapping(q),
         )  # fmt: skip
 
     def _options(self) -> dict[str, int]:

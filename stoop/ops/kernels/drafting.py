@@ -287,6 +287,7 @@ def _commit_draft_kernel(
     row_slots_ptr,
     room_ptr,
     drafts_ptr,
+    d2t_ptr,
     num_tokens_ptr,
     token_ids_ptr,
     num_drafts_ptr,
@@ -295,6 +296,7 @@ def _commit_draft_kernel(
     token_ids_stride,
     max_len,
     count,
+    MAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A lane a row, so that it alone reads and writes a slot; rows without room write none."""
@@ -305,6 +307,8 @@ def _commit_draft_kernel(
     active = (drafted < tl.load(room_ptr + row, mask=inside, other=0)) & (slot != sink)
     where = tl.load(num_tokens_ptr + slot, mask=active, other=0) + drafted
     token_id = tl.load(drafts_ptr + row, mask=active, other=0)
+    if MAPS:
+        token_id += tl.load(d2t_ptr + token_id, mask=active, other=0)
     text = token_ids_ptr + slot * token_ids_stride
     tl.store(text + where, token_id, mask=active & (where < max_len))
     tl.store(num_drafts_ptr + slot, drafted + 1, mask=active)
@@ -312,13 +316,14 @@ def _commit_draft_kernel(
 
 
 @register(
-    "commit_draft_(Tensor row_slots, Tensor room, Tensor drafts, Tensor num_tokens, "
+    "commit_draft_(Tensor row_slots, Tensor room, Tensor drafts, Tensor? d2t, Tensor num_tokens, "
     "Tensor(a!) token_ids, Tensor(b!) num_drafts, Tensor(c!) number) -> ()"
 )
 def commit_draft_(
     row_slots: Tensor,
     room: Tensor,
     drafts: Tensor,
+    d2t: Tensor | None,
     num_tokens: Tensor,
     token_ids: Tensor,
     num_drafts: Tensor,
@@ -327,20 +332,29 @@ def commit_draft_(
     count, (rows, max_len) = drafts.shape[0], token_ids.shape
     assert count <= row_slots.shape[0], (count, row_slots.shape[0])
     _commit_draft_kernel[(triton.cdiv(count, ROWS_PER_WARP),)](
-        row_slots, room, drafts, num_tokens, token_ids, num_drafts, number, rows - 1,
-        token_ids.stride(0), max_len, count, BLOCK=ROWS_PER_WARP, num_warps=1,
+        row_slots, room, drafts, drafts if d2t is None else d2t, num_tokens, token_ids, num_drafts,
+        number, rows - 1, token_ids.stride(0), max_len, count, MAPS=d2t is not None,
+        BLOCK=ROWS_PER_WARP, num_warps=1,
     )  # fmt: skip
 
 
-def commit_draft(slots: SlotTensors, step: StepTensors, room: Tensor, token_ids: Tensor) -> Tensor:
+def commit_draft(
+    slots: SlotTensors,
+    step: StepTensors,
+    room: Tensor,
+    token_ids: Tensor,
+    d2t: Tensor | None = None,
+) -> Tensor:
     """Put one more draft behind each row that has room; returns [n] int64, its number there.
 
-    token_ids: [n] int64 for the first n rows. Rows without room are numbered -1.
+    token_ids: [n] int64 for the first n rows; d2t: [draft vocabulary] int64, added to them. Rows
+    without room are numbered -1.
     """
     number = torch.empty_like(token_ids)
     commit_draft_(
-        step.row_slots, room, token_ids, slots.num_tokens, slots.token_ids, slots.num_drafts, number
-    )
+        step.row_slots, room, token_ids, d2t, slots.num_tokens, slots.token_ids, slots.num_drafts,
+        number,
+    )  # fmt: skip
     return number
 
 

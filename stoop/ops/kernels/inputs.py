@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors
+from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, StopTensors
 from stoop.ops.library import register
 
 TOKENS_PER_PROGRAM = 128
@@ -30,14 +30,24 @@ def find_row(starts_ptr, token, max_reqs, BITS: tl.constexpr):
 
 @triton.jit
 def _read_row(
-    row, inside, idx_mapping_ptr, starts_ptr, num_tokens_ptr, num_computed_ptr, num_drafts_ptr
+    row,
+    inside,
+    idx_mapping_ptr,
+    starts_ptr,
+    num_tokens_ptr,
+    num_computed_ptr,
+    num_drafts_ptr,
+    token_limit_ptr,
 ):
     """slot (-1 for padding), first query token, live query tokens, known and computed tokens"""
     slot = tl.load(idx_mapping_ptr + row, mask=inside, other=-1)
-    live = slot >= 0
+    known = tl.load(num_tokens_ptr + slot, mask=slot >= 0, other=0)
+    limit = tl.load(token_limit_ptr + slot, mask=slot >= 0, other=0)
+    live = known < limit  # else its request has ended
+    slot = tl.where(live, slot, -1)
+    known = tl.where(live, known, 0)
     start = tl.load(starts_ptr + row, mask=inside, other=0).to(tl.int64)
     end = tl.load(starts_ptr + row + 1, mask=inside, other=0).to(tl.int64)
-    known = tl.load(num_tokens_ptr + slot, mask=live, other=0)
     computed = tl.load(num_computed_ptr + slot, mask=live, other=0)
     drafts = tl.load(num_drafts_ptr + slot, mask=live, other=0)
     live_len = tl.minimum(end - start, known + drafts - computed)
@@ -50,6 +60,7 @@ def _prepare_inputs_kernel(
     num_tokens_ptr,
     num_computed_ptr,
     num_drafts_ptr,
+    token_limit_ptr,
     block_table_ptr,
     idx_mapping_ptr,
     starts_ptr,
@@ -76,8 +87,9 @@ def _prepare_inputs_kernel(
 
     inside = place < max_reqs
     slot, start, live_len, known, computed = _read_row(
-        place, inside, idx_mapping_ptr, starts_ptr, num_tokens_ptr, num_computed_ptr, num_drafts_ptr
-    )
+        place, inside, idx_mapping_ptr, starts_ptr, num_tokens_ptr, num_computed_ptr,
+        num_drafts_ptr, token_limit_ptr,
+    )  # fmt: skip
     live = slot >= 0
     seq_len = computed + live_len
     samples = live & (seq_len >= known)
@@ -92,8 +104,9 @@ def _prepare_inputs_kernel(
     inside = place < max_tokens
     row = find_row(starts_ptr, place, max_reqs, BITS)
     slot, start, live_len, known, computed = _read_row(
-        row, inside, idx_mapping_ptr, starts_ptr, num_tokens_ptr, num_computed_ptr, num_drafts_ptr
-    )
+        row, inside, idx_mapping_ptr, starts_ptr, num_tokens_ptr, num_computed_ptr,
+        num_drafts_ptr, token_limit_ptr,
+    )  # fmt: skip
     offset = place - start
     # None is behind the last row's end: a row's live tokens end before the row does.
     live = (slot >= 0) & (offset < live_len)
@@ -109,16 +122,17 @@ def _prepare_inputs_kernel(
 
 @register(
     "prepare_inputs_(Tensor token_ids, Tensor num_tokens, Tensor num_computed, Tensor num_drafts, "
-    "Tensor block_table, Tensor idx_mapping, Tensor query_start_loc, int block_size, "
-    "Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) slot_mapping, Tensor(d!) context_lens, "
-    "Tensor(e!) seq_lens, Tensor(f!) last_token_indices, Tensor(g!) samples, "
-    "Tensor(h!) row_drafts, Tensor(i!) row_slots) -> ()"
+    "Tensor token_limit, Tensor block_table, Tensor idx_mapping, Tensor query_start_loc, "
+    "int block_size, Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) slot_mapping, "
+    "Tensor(d!) context_lens, Tensor(e!) seq_lens, Tensor(f!) last_token_indices, "
+    "Tensor(g!) samples, Tensor(h!) row_drafts, Tensor(i!) row_slots) -> ()"
 )
 def prepare_inputs_(
     token_ids: Tensor,
     num_tokens: Tensor,
     num_computed: Tensor,
     num_drafts: Tensor,
+    token_limit: Tensor,
     block_table: Tensor,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
@@ -136,21 +150,21 @@ def prepare_inputs_(
     max_reqs, max_tokens = idx_mapping.shape[0], input_ids.shape[0]
     grid = (triton.cdiv(max(max_reqs, max_tokens), TOKENS_PER_PROGRAM),)
     _prepare_inputs_kernel[grid](
-        token_ids, num_tokens, num_computed, num_drafts, block_table, idx_mapping, query_start_loc,
-        input_ids, positions, slot_mapping, context_lens, seq_lens, last_token_indices, samples,
-        row_drafts, row_slots, token_ids.shape[0] - 1, token_ids.stride(0), block_table.stride(0),
-        max_reqs, max_tokens, BLOCK_SIZE=block_size, BITS=(max_reqs - 1).bit_length(),
-        BLOCK=TOKENS_PER_PROGRAM, num_warps=4,
+        token_ids, num_tokens, num_computed, num_drafts, token_limit, block_table, idx_mapping,
+        query_start_loc, input_ids, positions, slot_mapping, context_lens, seq_lens,
+        last_token_indices, samples, row_drafts, row_slots, token_ids.shape[0] - 1,
+        token_ids.stride(0), block_table.stride(0), max_reqs, max_tokens, BLOCK_SIZE=block_size,
+        BITS=(max_reqs - 1).bit_length(), BLOCK=TOKENS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
 
 
 def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
     """Each output over its whole extent."""
     prepare_inputs_(
-        slots.token_ids, slots.num_tokens, slots.num_computed, slots.num_drafts, slots.block_table,
-        rows.idx_mapping, rows.query_start_loc, block_size, out.input_ids, out.positions,
-        out.slot_mapping, out.context_lens, out.seq_lens, out.last_token_indices, out.samples,
-        out.row_drafts, out.row_slots,
+        slots.token_ids, slots.num_tokens, slots.num_computed, slots.num_drafts, slots.token_limit,
+        slots.block_table, rows.idx_mapping, rows.query_start_loc, block_size, out.input_ids,
+        out.positions, out.slot_mapping, out.context_lens, out.seq_lens, out.last_token_indices,
+        out.samples, out.row_drafts, out.row_slots,
     )  # fmt: skip
 
 
@@ -161,12 +175,18 @@ def _commit_tokens_kernel(
     samples_ptr,
     sampled_ptr,
     num_sampled_ptr,
+    num_prompt_tokens_ptr,
+    min_tokens_ptr,
+    stop_counts_ptr,
+    stop_ids_ptr,
     token_ids_ptr,
     num_tokens_ptr,
     num_computed_ptr,
     num_drafts_ptr,
+    token_limit_ptr,
     sink,
     token_ids_stride,
+    stop_ids_stride,
     max_len,
     max_reqs,
     WIDTH: tl.constexpr,
@@ -186,7 +206,20 @@ def _commit_tokens_kernel(
     number = tl.arange(0, COLUMNS)[None, :]
     taken = live[:, None] & (number < tl.minimum(num_sampled, WIDTH)[:, None])
     token_ids = tl.load(sampled_ptr + row[:, None] * WIDTH + number, mask=taken, other=0)
+    num_prompt = tl.load(num_prompt_tokens_ptr + slot, mask=live, other=0)
+    min_tokens = tl.load(min_tokens_ptr + slot, mask=live, other=0)
+    num_stops = tl.load(stop_counts_ptr + slot, mask=live, other=0)
+    num_output = (known - num_prompt)[:, None] + number + 1
+    may_stop = taken & (num_output > min_tokens[:, None])
+    hits = tl.zeros([BLOCK, COLUMNS], tl.int32)
+    for index in range(tl.max(num_stops)):
+        stop_id = tl.load(
+            stop_ids_ptr + slot * stop_ids_stride + index, mask=index < num_stops, other=-1
+        )
+        hits |= (may_stop & (token_ids == stop_id[:, None])).to(tl.int32)
+    ended = tl.max(hits, axis=1) > 0
     tl.debug_barrier()
+    tl.store(token_limit_ptr + slot, tl.zeros_like(slot), mask=live & ended)
     where = known[:, None] + number
     text = token_ids_ptr + slot[:, None] * token_ids_stride
     tl.store(text + where, token_ids, mask=taken & (where < max_len))
@@ -200,8 +233,9 @@ def _commit_tokens_kernel(
 
 @register(
     "commit_tokens_(Tensor query_start_loc, Tensor row_slots, Tensor samples, Tensor sampled, "
-    "Tensor num_sampled, Tensor(a!) token_ids, Tensor(b!) num_tokens, Tensor(c!) num_computed, "
-    "Tensor(d!) num_drafts) -> ()"
+    "Tensor num_sampled, Tensor num_prompt_tokens, Tensor min_tokens, Tensor stop_counts, "
+    "Tensor stop_ids, Tensor(a!) token_ids, Tensor(b!) num_tokens, Tensor(c!) num_computed, "
+    "Tensor(d!) num_drafts, Tensor(e!) token_limit) -> ()"
 )
 def commit_tokens_(
     query_start_loc: Tensor,
@@ -209,30 +243,43 @@ def commit_tokens_(
     samples: Tensor,
     sampled: Tensor,
     num_sampled: Tensor,
+    num_prompt_tokens: Tensor,
+    min_tokens: Tensor,
+    stop_counts: Tensor,
+    stop_ids: Tensor,
     token_ids: Tensor,
     num_tokens: Tensor,
     num_computed: Tensor,
     num_drafts: Tensor,
+    token_limit: Tensor,
 ) -> None:
     assert sampled.is_contiguous()
     (max_reqs, width), (rows, max_len) = sampled.shape, token_ids.shape
     columns = triton.next_power_of_2(width)
     block = rows_per_warp(columns)
     _commit_tokens_kernel[(triton.cdiv(max_reqs, block),)](
-        query_start_loc, row_slots, samples, sampled, num_sampled, token_ids, num_tokens,
-        num_computed, num_drafts, rows - 1, token_ids.stride(0), max_len, max_reqs,
+        query_start_loc, row_slots, samples, sampled, num_sampled, num_prompt_tokens, min_tokens,
+        stop_counts, stop_ids, token_ids, num_tokens, num_computed, num_drafts, token_limit,
+        rows - 1, token_ids.stride(0), stop_ids.stride(0), max_len, max_reqs,
         WIDTH=width, COLUMNS=columns, BLOCK=block, num_warps=1,
     )  # fmt: skip
 
 
 def commit_tokens(
-    slots: SlotTensors, rows: RowTensors, step: StepTensors, sampled: Tensor, num_sampled: Tensor
+    slots: SlotTensors,
+    stops: StopTensors,
+    rows: RowTensors,
+    step: StepTensors,
+    sampled: Tensor,
+    num_sampled: Tensor,
 ) -> None:
-    """A step's tokens are computed, its samples known, its drafts used up; the sink is left alone.
+    """A step's tokens are computed, its samples known, its drafts used up; a stop token ends its
+    request; the sink is left alone.
 
     sampled: [max_reqs, K + 1] int64, contiguous; num_sampled: [max_reqs] int64
     """
     commit_tokens_(
-        rows.query_start_loc, step.row_slots, step.samples, sampled, num_sampled, slots.token_ids,
-        slots.num_tokens, slots.num_computed, slots.num_drafts,
+        rows.query_start_loc, step.row_slots, step.samples, sampled, num_sampled,
+        slots.num_prompt_tokens, stops.min_tokens, stops.stop_counts, stops.stop_ids,
+        slots.token_ids, slots.num_tokens, slots.num_computed, slots.num_drafts, slots.token_limit,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual add, and the gated activation."""
+"""RMSNorm and the gated activation."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
 
 MAX_WARPS = 16
@@ -15,28 +16,21 @@ MAX_WARPS = 16
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
-    residual_ptr,
     weight_ptr,
     out_ptr,
-    stream_ptr,
     size,
     x_stride,
     out_stride,
     eps,
-    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One row a program. With ADDS the sum goes to `stream`, rounded as it is stored."""
+    """One row a program."""
+    start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < size
-    x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
-    wide = x.to(tl.float32)
-    if ADDS:
-        residual = tl.load(residual_ptr + row * size + column, mask=live, other=0.0)
-        total = (wide + residual.to(tl.float32)).to(x.dtype)
-        tl.store(stream_ptr + row * size + column, total, mask=live)
-        wide = total.to(tl.float32)
+    wide = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
     weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + column, wide * scale * weight, mask=live)
@@ -49,23 +43,8 @@ def rms_norm_(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     size = rows.shape[1]
     out_stride = out.stride(-2) if out.dim() > 1 else size
     _rms_norm_kernel[(rows.shape[0],)](
-        rows, rows, weight, out, out, size, rows.stride(0), out_stride, eps,
-        ADDS=False, BLOCK=triton.next_power_of_2(size), num_warps=_num_warps(size),
-    )  # fmt: skip
-
-
-@register(
-    "add_rms_norm_(Tensor x, Tensor residual, Tensor weight, float eps, Tensor(a!) out, "
-    "Tensor(b!) stream) -> ()"
-)
-def add_rms_norm_(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, stream: Tensor
-) -> None:
-    """x, residual, out, stream: [tokens, n], contiguous"""
-    size = x.shape[-1]
-    _rms_norm_kernel[(x.numel() // size,)](
-        x, residual, weight, out, stream, size, size, size, eps,
-        ADDS=True, BLOCK=triton.next_power_of_2(size), num_warps=_num_warps(size),
+        rows, weight, out, size, rows.stride(0), out_stride, eps,
+        BLOCK=triton.next_power_of_2(size), num_warps=_num_warps(size), **overlapping(out),
     )  # fmt: skip
 
 
@@ -79,12 +58,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, stream = torch.empty_like(x), torch.empty_like(residual)
-    add_rms_norm_(x, residual, weight, eps, out, stream)
-    return out, stream
-
-
 def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
     width = sum(part.shape[1] for part in parts)
     out = torch.empty(parts[0].shape[0], width, dtype=parts[0].dtype, device=parts[0].device)
@@ -96,7 +69,97 @@ def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _join_embedded_kernel(
+    token_ids_ptr,
+    table_ptr,
+    table_norm_ptr,
+    features_ptr,
+    feature_norm_ptr,
+    out_ptr,
+    size,
+    features_stride,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program for each half of a row."""
+    start_in_turn(PDL)
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    live = column < size
+    token_id = tl.load(token_ids_ptr + row).to(tl.int64)
+    embedded = half == 0
+    source = tl.where(embedded, table_ptr + token_id * size, features_ptr + row * features_stride)
+    norm = tl.where(embedded, table_norm_ptr, feature_norm_ptr)
+    wide = tl.load(source + column, mask=live, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    weight = tl.load(norm + column, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + (2 * row + half) * size + column, wide * scale * weight, mask=live)
+
+
+@register(
+    "join_embedded_(Tensor token_ids, Tensor table, Tensor table_norm, Tensor features, "
+    "Tensor feature_norm, float eps, Tensor(a!) out) -> ()"
+)
+def join_embedded_(
+    token_ids: Tensor,
+    table: Tensor,
+    table_norm: Tensor,
+    features: Tensor,
+    feature_norm: Tensor,
+    eps: float,
+    out: Tensor,
+) -> None:
+    """features: [tokens, n] with rows at one distance from each other; out: [tokens, 2n]"""
+    tokens, size = features.shape
+    assert table.shape[1] == size and table.is_contiguous() and out.is_contiguous()
+    _join_embedded_kernel[(tokens, 2)](
+        token_ids, table, table_norm, features, feature_norm, out, size, features.stride(0), eps,
+        BLOCK=triton.next_power_of_2(size), num_warps=_num_warps(size), **overlapping(out),
+    )  # fmt: skip
+
+
+def join_embedded(
+    token_ids: Tensor,
+    table: Tensor,
+    table_norm: Tensor,
+    features: Tensor,
+    feature_norm: Tensor,
+    eps: float,
+) -> Tensor:
+    out = features.new_empty(features.shape[0], 2 * features.shape[1])
+    join_embedded_(token_ids, table, table_norm, features, feature_norm, eps, out)
+    return out
+
+
+@triton.jit
+def _take_rows_kernel(
+    x_ptr, index_ptr, out_ptr, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    start_in_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    given = row < count
+    source = tl.load(index_ptr + row, mask=given, other=0)
+    live = column < size
+    x = tl.load(x_ptr + source * size + column, mask=live & given, other=0.0)
+    tl.store(out_ptr + row * size + column, x, mask=live)
+
+
+@register("take_rows_(Tensor x, Tensor index, Tensor(a!) out) -> ()")
+def take_rows_(x: Tensor, index: Tensor, out: Tensor) -> None:
+    """x: [tokens, n], out: [rows, n], contiguous; index: [at most rows] int64"""
+    assert x.is_contiguous() and out.is_contiguous() and index.shape[0] <= out.shape[0]
+    rows, size = out.shape
+    block = min(1024, triton.next_power_of_2(size))
+    _take_rows_kernel[(rows, triton.cdiv(size, block))](
+        x, index, out, index.shape[0], size, BLOCK=block, num_warps=4, **overlapping(out)
+    )
+
+
+@triton.jit
+def _silu_and_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < size
@@ -114,7 +177,7 @@ def silu_and_mul_(gate_up: Tensor, out: Tensor) -> None:
     tokens, size = out.shape
     block = min(1024, triton.next_power_of_2(size))
     _silu_and_mul_kernel[(tokens, triton.cdiv(size, block))](
-        gate_up, out, size, BLOCK=block, num_warps=4
+        gate_up, out, size, BLOCK=block, num_warps=4, **overlapping(out)
     )
 
 

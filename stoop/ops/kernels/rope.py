@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
 from stoop.ops.rope import HeadNorms, Rotation
 
@@ -27,8 +28,10 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr,
     NORMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of one token a program: queries come first, then keys, then values."""
+    start_in_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -90,7 +93,7 @@ def rotate_and_store_(
         qkv, table, positions, q_norm, k_norm, slot_mapping, cache, q_out,
         eps, cache.stride(0), table.shape[1],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, NORMS=q_norm is not None,
-        BLOCK=triton.next_power_of_2(half), num_warps=1,
+        BLOCK=triton.next_power_of_2(half), num_warps=1, **overlapping(qkv),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ def _write_verdict_kernel(
     samples_ptr,
     out_token_ids_ptr,
     out_num_tokens_ptr,
+    out_num_drafts_ptr,
     count,
     max_reqs,
     chosen_stride,
@@ -35,7 +36,7 @@ def _write_verdict_kernel(
     number = tl.arange(0, COLUMNS)[None, :]
     given = row < count
     slot = tl.load(row_slots_ptr + row, mask=given, other=0)
-    num_drafts = tl.load(row_drafts_ptr + row, mask=given, other=0)
+    num_drafts = tl.load(row_drafts_ptr + row, mask=row < max_reqs, other=0)
     samples = tl.load(samples_ptr + row, mask=given, other=0).to(tl.int64)
     known = tl.load(num_tokens_ptr + slot, mask=given, other=0)
     place = row.to(tl.int64)[:, None]
@@ -56,12 +57,13 @@ def _write_verdict_kernel(
     out = out_token_ids_ptr + place * OUT_WIDTH + number
     tl.store(out, token_ids, mask=inside[:, None] & (number < OUT_WIDTH))
     tl.store(out_num_tokens_ptr + row, (num_accepted + 1) * samples, mask=inside)
+    tl.store(out_num_drafts_ptr + row, num_drafts, mask=inside)
 
 
 @register(
     "write_verdict_(Tensor chosen, Tensor? accepts, Tensor token_ids, Tensor num_tokens, "
     "Tensor row_slots, Tensor row_drafts, Tensor samples, Tensor(a!) out_token_ids, "
-    "Tensor(b!) out_num_tokens) -> ()"
+    "Tensor(b!) out_num_tokens, Tensor(c!) out_num_drafts) -> ()"
 )
 def write_verdict_(
     chosen: Tensor,
@@ -73,6 +75,7 @@ def write_verdict_(
     samples: Tensor,
     out_token_ids: Tensor,
     out_num_tokens: Tensor,
+    out_num_drafts: Tensor,
 ) -> None:
     (count, width), (max_reqs, out_width) = chosen.shape, out_token_ids.shape
     assert count <= max_reqs and width <= out_width, (chosen.shape, out_token_ids.shape)
@@ -83,7 +86,7 @@ def write_verdict_(
     block = rows_per_warp(columns)
     _write_verdict_kernel[(triton.cdiv(max_reqs, block),)](
         chosen, flags, token_ids, num_tokens, row_slots, row_drafts, samples, out_token_ids,
-        out_num_tokens, count, max_reqs, chosen.stride(0), token_ids.stride(0),
+        out_num_tokens, out_num_drafts, count, max_reqs, chosen.stride(0), token_ids.stride(0),
         MATCHES=accepts is None, WIDTH=width, OUT_WIDTH=out_width, COLUMNS=columns,
         BLOCK=block, num_warps=1,
     )  # fmt: skip
@@ -96,15 +99,16 @@ def write_verdict(
     step: StepTensors,
     token_ids: Tensor,
     num_tokens: Tensor,
+    num_drafts: Tensor,
 ) -> None:
-    """Accepted drafts, the token chosen behind them, and zeros, over the whole of both outputs.
+    """Accepted drafts, the token chosen behind them, and zeros, over the whole of all outputs.
 
     chosen: [n, width] int64 for the first n rows, the token for each position in case that it comes
     last; width is K + 1, or 1 if no row has drafts
     accepts: [n, width - 1] bool or int8, which drafts stand; none: those that are the chosen token
-    token_ids: [max_reqs, K + 1] int64 and num_tokens: [max_reqs] int64, the verdict
+    token_ids: [max_reqs, K + 1] int64, num_tokens and num_drafts: [max_reqs] int64, the verdict
     """
     write_verdict_(
         chosen, accepts, slots.token_ids, slots.num_tokens, step.row_slots, step.row_drafts,
-        step.samples, token_ids, num_tokens,
+        step.samples, token_ids, num_tokens, num_drafts,
     )  # fmt: skip

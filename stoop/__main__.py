@@ -1,0 +1,5 @@
+"""`python -m stoop` is `stoop`."""
+
+from stoop.cli.main import main
+
+main()

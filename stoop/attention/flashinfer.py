@@ -1,0 +1,258 @@
+"""Attention by FlashInfer, planned on the host before every step.
+
+A plan cuts the batch into work for the processors. Kernels read it, and which pages each request
+has, out of buffers that keep their addresses: planned anew, a captured graph serves other lengths.
+FlashInfer lets queries stand at the end of their row's keys, so a plan needs exact contexts. The
+host has them while no step is in flight (nor is a plan then rewritten while it is copied to the
+device), hence no `run_ahead`; between draft decodes it has not.
+
+Dead query tokens have keys like the others. No live query sees them, but their values are read and
+multiplied by 0: what nobody wrote must not be NaN (worker/memory.py zeroes it).
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoop.attention.base import AttentionSetup, AttentionShape
+from stoop.batch.input_batch import InputBatch
+from stoop.config.errors import ConfigError
+from stoop.config.resolve import FLASHINFER_HEAD_SIZES
+from stoop.core.kv_layout import NULL_BLOCK
+from stoop.graph.support import GraphSupport
+from stoop.ops.library import register
+
+DEVICES = ("cuda",)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = FLASHINFER_HEAD_SIZES
+BLOCK_SIZES = (8, 16, 32, 64)
+MIN_WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends
+TILES = (16, 64, 128)  # query rows of a tile, those of one KV head's group side by side
+
+
+@dataclass(frozen=True)
+class FlashInferMetadata:
+    wrappers: dict[AttentionShape, Any]
+    num_tokens: int  # that have a row; padding behind them has none
+    buffers: list[Tensor]  # what a graph reads of the plan; eager ones are FlashInfer's own
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Of every row that is planned; padding in a graph has queries and null blocks as keys."""
+
+    queries: np.ndarray  # [rows] int64
+    keys: np.ndarray  # [rows] int64, dead ones too
+    num_pages: np.ndarray  # [rows] int64
+    num_owned: np.ndarray  # [rows] int64: pages in the block table; those behind are null
+
+
+class FlashInferBackend:
+    name = "flashinfer"
+    graph_support = GraphSupport.UNIFORM
+    advance = None  # a plan is the host's
+
+    def __init__(self, setup: AttentionSetup) -> None:
+        _refuse_unsupported(setup)
+        try:
+            import flashinfer
+        except ImportError as error:
+            raise ConfigError(
+                f"attention_backend=flashinfer needs the package flashinfer ({error}): "
+                "pip install 'stoop[flashinfer]', or use attention_backend=triton"
+            ) from error
+        self.setup = setup
+        self.make_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        self.workspace = self._zeros(_workspace_bytes(setup), torch.uint8)
+        # Dead tokens may stand past the model's limit.
+        self.max_pages = -(-(setup.max_model_len + setup.query_len) // setup.block_size)
+        self.query_indptr = self._zeros(setup.max_reqs + 1)
+        self.page_indptr = self._zeros(setup.max_reqs + 1)
+        self.page_indices = self._zeros(setup.max_reqs * self.max_pages)
+        self.last_page_len = self._zeros(setup.max_reqs)
+        self.eager = self._make_wrappers()
+        # Wrappers of captured graphs, by requests and query length.
+        self.captured: dict[tuple[int, int], dict[AttentionShape, Any]] = {}
+
+    def _zeros(self, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.setup.device)
+
+    def _make_wrappers(self, **options: Any) -> dict[AttentionShape, Any]:
+        wrappers = {}
+        for shape in self.setup.shapes:
+            wrapper = self.make_wrapper(self.workspace, "NHD", backend="fa2", **options)
+            wrappers[shape] = wrapper
+            _WRAPPERS[id(wrapper)] = wrapper
+        return wrappers
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {
+            "query_indptr": self.query_indptr,
+            "page_indptr": self.page_indptr,
+            "page_indices": self.page_indices,
+            "last_page_len": self.last_page_len,
+        }
+
+    def _buffers_of(self, num_reqs: int) -> list[Tensor]:
+        """The part that a graph of so many requests reads."""
+        return [
+            self.query_indptr[: num_reqs + 1],
+            self.page_indptr[: num_reqs + 1],
+            self.page_indices[: num_reqs * self.max_pages],
+            self.last_page_len[:num_reqs],
+        ]
+
+    def build(self, batch: InputBatch, for_capture: bool = False) -> FlashInferMetadata:
+        """No bound is captured: a graph has as much work as the processors take, and the plan says
+        which of it is there."""
+        wrappers = self._graph_wrappers(batch, for_capture)
+        if wrappers is not None:
+            self._plan(batch, wrappers, batch.query_len)
+            buffers = self._buffers_of(batch.num_reqs_padded)
+            return FlashInferMetadata(wrappers, batch.num_tokens_padded, buffers)
+        if batch.num_reqs:
+            self._plan(batch, self.eager, None)
+        return FlashInferMetadata(self.eager, batch.num_tokens, [])
+
+    def _graph_wrappers(
+        self, batch: InputBatch, for_capture: bool
+    ) -> dict[AttentionShape, Any] | None:
+        """Those of the graph that serves a batch of this shape; its eager twin has them too."""
+        num_reqs, query_len = batch.num_reqs_padded, batch.query_len
+        if query_len is None or batch.num_tokens_padded != num_reqs * query_len:
+            return None
+        if for_capture and (num_reqs, query_len) not in self.captured:
+            self.captured[num_reqs, query_len] = self._make_graph_wrappers(num_reqs)
+        return self.captured.get((num_reqs, query_len))
+
+    def _make_graph_wrappers(self, num_reqs: int) -> dict[AttentionShape, Any]:
+        """All graphs share the buffers: each is planned right before it runs."""
+        query_indptr, page_indptr, page_indices, last_page_len = self._buffers_of(num_reqs)
+        return self._make_wrappers(
+            use_cuda_graph=True,
+            qo_indptr_buf=query_indptr,
+            paged_kv_indptr_buf=page_indptr,
+            paged_kv_indices_buf=page_indices,
+            paged_kv_last_page_len_buf=last_page_len,
+        )
+
+    def _plan(
+        self, batch: InputBatch, wrappers: dict[AttentionShape, Any], query_len: int | None
+    ) -> None:
+        """query_len: of every row, padding included, in a graph; None: the rows as they are"""
+        block_size, dtype = self.setup.block_size, self.setup.dtype
+        rows = self._lengths(batch, query_len)
+        page_indices = self._find_pages(rows, batch.rows.idx_mapping)
+        if query_len is not None:
+            self.page_indices[: batch.num_reqs_padded * self.max_pages].fill_(NULL_BLOCK)
+        plan = (
+            _indptr(rows.queries),
+            _indptr(rows.num_pages),
+            page_indices,
+            torch.from_numpy((rows.keys - (rows.num_pages - 1) * block_size).astype(np.int32)),
+        )
+        for shape, wrapper in wrappers.items():
+            wrapper.plan(
+                *plan,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                block_size,
+                causal=True,
+                sm_scale=shape.scale,
+                window_left=shape.window - 1 if shape.window else -1,
+                q_data_type=dtype,
+                kv_data_type=dtype,
+                uniform_q_len=query_len,
+            )
+
+    def _lengths(self, batch: InputBatch, query_len: int | None) -> RowLengths:
+        queries, block_size = batch.query_lens_cpu, self.setup.block_size
+        if query_len is not None:
+            assert (queries == query_len).all(), (queries, query_len)
+            queries = np.full(batch.num_reqs_padded, query_len)
+        contexts = np.array([row.num_computed for row in batch.plan_rows], dtype=np.int64)
+        keys, num_owned = queries.copy(), np.zeros_like(queries)
+        keys[: len(contexts)] += contexts  # rows of a dummy run have none
+        bounds = batch.seq_lens_cpu_upper_bound
+        exact = np.minimum(keys[: batch.num_reqs], self.setup.max_model_len)
+        assert (bounds == exact).all(), (bounds, exact)  # a draft decode's would differ
+        num_owned[: batch.num_reqs] = -(-bounds // block_size)
+        return RowLengths(queries, keys, -(-keys // block_size), num_owned)
+
+    def _find_pages(self, rows: RowLengths, idx_mapping: Tensor) -> Tensor:
+        """[pages] int32: blocks, request after request."""
+        ends = rows.num_pages.cumsum()
+        numbers = np.stack((ends - rows.num_pages, ends, rows.num_owned))
+        first, end, num_owned = torch.from_numpy(numbers).to(self.setup.device)
+        place = torch.arange(int(ends[-1]), device=self.setup.device)
+        row = torch.searchsorted(end, place, right=True)
+        page = place - first[row]
+        owned = page < num_owned[row]
+        blocks = self.setup.slots.block_table[idx_mapping[row], torch.where(owned, page, 0)]
+        return torch.where(owned, blocks, NULL_BLOCK)
+
+    def forward(
+        self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: FlashInferMetadata
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        end = metadata.num_tokens
+        if end < q.shape[0]:
+            out[end:].zero_()
+        if end:
+            wrapper = id(metadata.wrappers[shape])
+            attend_planned(q[:end], cache, metadata.buffers, wrapper, out[:end])
+        return out
+
+
+# An operation cannot take a wrapper; it gets a number instead.
+_WRAPPERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+@register(
+    "attend_planned(Tensor q, Tensor cache, Tensor[] plan, int wrapper, Tensor(a!) out) -> ()"
+)
+def attend_planned(
+    q: Tensor, cache: Tensor, plan: Sequence[Tensor], wrapper: int, out: Tensor
+) -> None:
+    """`plan` is what the wrapper reads in a graph, named here for those who watch."""
+    _WRAPPERS[wrapper].run(q, (cache[0], cache[1]), out=out, enable_pdl=False)
+
+
+def _indptr(lengths: np.ndarray) -> Tensor:
+    """[len + 1] int32, on the host: where each starts, and the end of all."""
+    return torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
+
+
+def _workspace_bytes(setup: AttentionSetup) -> int:
+    """For partial results of a graph of all requests: float32, of whole tiles."""
+    largest = MIN_WORKSPACE
+    for shape in setup.shapes:
+        num_rows = setup.query_len * shape.num_heads // shape.num_kv_heads
+        tile = next((size for size in TILES if num_rows <= size), TILES[-1])
+        num_rows = -(-num_rows // tile) * tile * (setup.max_reqs + 1)
+        largest = max(largest, 4 * num_rows * shape.num_kv_heads * (shape.head_dim + 1))
+    return largest
+
+
+def _refuse_unsupported(setup: AttentionSetup) -> None:
+    head_sizes = [s.head_dim for s in setup.shapes if s.head_dim not in HEAD_SIZES]
+    problem = None
+    if setup.device.type not in DEVICES:
+        problem = f"does not run on {setup.device.type}: use a CUDA device"
+    elif setup.dtype not in DTYPES:
+        dtype = str(setup.dtype).removeprefix("torch.")
+        problem = f"has no kernels for {dtype}: use dtype=bfloat16 or float16"
+    elif head_sizes:
+        known = ", ".join(map(str, HEAD_SIZES))
+        problem = f"has kernels for heads of {known}, none for {head_sizes[0]}: use another model"
+    elif setup.block_size not in BLOCK_SIZES:
+        known = ", ".join(map(str, BLOCK_SIZES))
+        problem = f"does not take block_size={setup.block_size}: use one of {known}"
+    if problem:
+        raise ConfigError(f"attention_backend=flashinfer {problem}, or attention_backend=auto")

@@ -1,0 +1,188 @@
+"""What torch.profiler says of some steps: a Chrome trace, and figures that are read out of it.
+
+The profiler slows the host down, most of all if it notes operations; kernels hardly change.
+"""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+NAME_LENGTH = 64
+
+_DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+_CALL_KINDS = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Times in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+    correlation: int  # the same for a call and all that it set off on the device; 0: none
+    thread: Any
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Each list in order of time."""
+
+    device: list[Event]  # kernels, copies and fills
+    calls: list[Event]  # of the host to the device's driver
+    ops: list[Event]  # on the host, one inside another; may be left out beside a device
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Of one step."""
+
+    kernels_per_step: float  # copies and fills among them
+    busy_ms: float  # a kernel runs
+    idle_ms: float  # none runs, between launches; pauses inside a graph are not in it
+    host_ms: float  # the host does not wait for the device
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    name: str
+    calls: float  # a step
+    us: float  # a step
+    share: float  # of all rows
+
+
+@contextmanager
+def tracing(device: str, path: Path, with_ops: bool = True) -> Iterator[Callable[[], None]]:
+    """Write a Chrome trace of what runs from the call of the yielded function on.
+
+    What runs before it warms the profiler up.
+    """
+    cuda = device.startswith("cuda")
+    activities = [ProfilerActivity.CUDA] if cuda else []
+    if with_ops or not cuda:
+        activities.append(ProfilerActivity.CPU)
+
+    def begin() -> None:
+        wait()  # what is under way belongs to the warm-up
+        profiler.step()
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize(device)
+
+    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1)) as profiler:
+        yield begin
+        wait()
+    profiler.export_chrome_trace(str(path))
+
+
+def read_trace(path: Path) -> Trace:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = json.load(file)
+    found: dict[str, list[Event]] = defaultdict(list)
+    for entry in content["traceEvents"]:
+        if entry["ph"] == "X" and "cat" in entry:
+            found[entry["cat"]].append(_event(entry))
+
+    def of(*kinds: str) -> list[Event]:
+        return sorted((e for k in kinds for e in found[k]), key=lambda e: (e.start, -e.duration))
+
+    return Trace(device=of(*_DEVICE_KINDS), calls=of(*_CALL_KINDS), ops=of("cpu_op"))
+
+
+def _event(entry: dict[str, Any]) -> Event:
+    correlation = entry.get("args", {}).get("correlation", 0)
+    return Event(entry["name"], entry["ts"], entry["dur"], correlation, entry["tid"])
+
+
+def device_times(trace: Trace, num_steps: int, seconds: float) -> DeviceTimes:
+    """`seconds` is what the steps took the host."""
+    busy, idle = _busy_and_idle(trace.device)
+    host = seconds * 1e6 - _waiting(trace)
+    return DeviceTimes(
+        kernels_per_step=len(trace.device) / num_steps,
+        busy_ms=busy / num_steps / 1000,
+        idle_ms=idle / num_steps / 1000,
+        host_ms=host / num_steps / 1000,
+    )
+
+
+def kernel_rows(trace: Trace, num_steps: int) -> list[KernelRow]:
+    """By name, the dearest first: kernels, or without a device, operations by their own time."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event, us in _times(trace.device) if trace.device else _own_times(trace.ops):
+        spent[event.name].append(us)
+    total = sum(sum(times) for times in spent.values())
+    rows = [
+        KernelRow(name, len(times) / num_steps, sum(times) / num_steps, sum(times) / total)
+        for name, times in spent.items()
+    ]
+    return sorted(rows, key=lambda row: -row.us)
+
+
+def short_name(name: str) -> str:
+    """Without namespaces, arguments and the end of long template lists."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = re.sub(r"(?:\w+::)+", "", name).split("(")[0].strip()
+    return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
+
+
+def _busy_and_idle(events: list[Event]) -> tuple[float, float]:
+    """Events may overlap, on streams of their own."""
+    busy = idle = 0.0
+    last: Event | None = None  # of those so far, the one that ends last
+    for event in events:
+        if last is None or event.start >= last.end:
+            if last is not None and event.correlation != last.correlation:
+                idle += event.start - last.end
+            busy += event.duration
+        else:
+            busy += max(0.0, event.end - last.end)
+        if last is None or event.end > last.end:
+            last = event
+    return busy, idle
+
+
+def _waiting(trace: Trace) -> float:
+    """Time of the host in calls that wait for a stream or an event, and in copies to the host.
+
+    Waiting for the whole device is left out: the engine does not, but the end of a trace does.
+    """
+    read_back = {event.correlation for event in trace.device if "DtoH" in event.name}
+    return sum(
+        call.duration
+        for call in trace.calls
+        if re.search("(Stream|Event)Synchronize", call.name)
+        or ("Memcpy" in call.name and call.correlation in read_back)
+    )
+
+
+def _times(events: list[Event]) -> Iterator[tuple[Event, float]]:
+    return ((event, event.duration) for event in events)
+
+
+def _own_times(ops: list[Event]) -> Iterator[tuple[Event, float]]:
+    """Each operation's time less that of the operations inside it."""
+    own = [op.duration for op in ops]
+    open_ops: dict[Any, list[int]] = defaultdict(list)  # by thread
+    for place, op in enumerate(ops):
+        stack = open_ops[op.thread]
+        while stack and ops[stack[-1]].end <= op.start:
+            stack.pop()
+        if stack:
+            own[stack[-1]] -= op.duration
+        stack.append(place)
+    return zip(ops, own, strict=True)

@@ -1,0 +1,146 @@
+"""Models of a given shape: dummy weights that need no download, or a checkpoint of one's own.
+
+With drafts, an EAGLE-3 head of random weights stands beside the model, and none of its drafts is
+accepted: a step yields one token a request and costs what a step costs.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from stoop.checkpoint.fetch import resolve_model
+from stoop.config.errors import ConfigError
+from stoop.config.speculation import MAX_DRAFTS
+from stoop.models.eagle import EagleHead
+from stoop.models.head_config import read_head_spec
+from stoop.models.hf_config import read_model_spec
+from stoop.models.loader import build, fill_dummy
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "llama-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 16,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 30,
+        "vocab_size": 49152,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+}
+MIN_POSITIONS = 8192
+DRAFT_VOCAB = 32000
+
+
+@contextmanager
+def open_shape(
+    shape: str, num_drafts: int, num_positions: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The model's name and the engine options that it takes; files last as long as the context.
+
+    A path has weights of its own and the limit of positions that its config states.
+    """
+    if not 0 <= num_drafts <= MAX_DRAFTS:
+        raise ConfigError(f"--k {num_drafts}: use 1 to {MAX_DRAFTS} drafts a step, or 0 for none")
+    dummy = shape in SHAPES
+    if not dummy and not Path(shape).expanduser().exists():
+        raise ConfigError(
+            f"--shape {shape}: use {', '.join(SHAPES)}, or the path of a model folder or GGUF file"
+        )
+    options: dict[str, Any] = {"load_format": "dummy" if dummy else "auto"}
+    options["skip_tokenizer_init"] = True
+    with tempfile.TemporaryDirectory(prefix="stoop-shape-") as root:
+        if dummy:
+            folder = _write_config(Path(root, "target"), target_config(shape, num_positions))
+        else:
+            folder = resolve_model(shape)
+        if num_drafts:
+            head = _write_head(Path(root, "head"), folder, with_weights=not dummy)
+            options["speculative_config"] = _never_accepted(head, num_drafts)
+        yield str(folder), options
+
+
+def target_config(shape: str, num_positions: int) -> dict[str, Any]:
+    sizes = SHAPES[shape]
+    return sizes | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "hidden_act": "silu",
+        "max_position_embeddings": max(MIN_POSITIONS, num_positions),
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": sizes.get("torch_dtype", "bfloat16"),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def head_config(target: dict[str, Any]) -> dict[str, Any]:
+    """An EAGLE-3 head of one layer as wide as the target's."""
+    return target | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": min(DRAFT_VOCAB, target["vocab_size"]),
+    }
+
+
+def _never_accepted(head: Path, num_drafts: int) -> dict[str, Any]:
+    return {
+        "method": "eagle3",
+        "model": str(head),
+        "num_speculative_tokens": num_drafts,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.0] * num_drafts,
+    }
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _write_head(folder: Path, target: Path, with_weights: bool) -> Path:
+    """A target with weights of its own is not loaded as a dummy, so its head must have some too."""
+    config = json.loads((target / "config.json").read_text())
+    _write_config(folder, head_config(config))
+    if with_weights:
+        _write_random_weights(folder, target)
+    return folder
+
+
+def _write_random_weights(folder: Path, target: Path) -> None:
+    spec = read_head_spec(folder, read_model_spec(target), "eagle3", dummy=True)
+    head = build(lambda: EagleHead(spec), "cpu", torch.bfloat16)
+    fill_dummy(head, torch.device("cpu"), seed=0)
+    tensors = {slot.name: slot.view.clone() for slot in head.weight_slots()}
+    save_file(tensors, folder / "model.safetensors")

@@ -1,0 +1,332 @@
+"""Milliseconds of a decode step in the engine's own loop, beside the time to read its memory.
+
+A step cannot be faster than one pass over the weights and the live KV: that is the floor. Steps are
+counted by the engine, and timed from when every request has begun to answer until each has so many
+tokens more; so it does not matter how many steps are under way at once.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stoop.bench.offline import Load, random_prompts
+from stoop.bench.profile import DeviceTimes, Trace, device_times, read_trace, tracing
+from stoop.bench.shapes import open_shape
+from stoop.bench.spec import Start
+from stoop.config.errors import ConfigError
+from stoop.config.schema import ModelSpec
+from stoop.core.kv_layout import DTYPE_BYTES
+from stoop.core.request import Request, TokenRules
+from stoop.core.sampling_params import SamplingParams
+from stoop.engine.engine import Engine
+from stoop.llm import LLM
+from stoop.models.eagle import EagleHead
+from stoop.models.llama import LlamaModel
+from stoop.models.loader import DUMMY_STD
+from stoop.spec.eagle import EagleSpeculator
+
+WARM_STEPS = 4
+PROFILED_STEPS = 16
+SPARE_TOKENS = 16  # behind the last timed step, for drafts and for steps under way
+READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # far more than any cache holds
+
+PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """Requests that decode side by side."""
+
+    batch: int
+    length: int  # tokens of each before its answer
+    planted: bool  # their KV is made up, not computed
+    steps: int  # that are timed
+
+    @property
+    def live_length(self) -> float:
+        """Tokens of KV that a timed step reads of each request, on average."""
+        return self.length + WARM_STEPS + (self.steps + 1) / 2
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some steps of all requests."""
+
+    seconds: float
+    steps: int
+    tokens: int
+
+    @property
+    def ms_per_step(self) -> float:
+        return self.seconds / self.steps * 1000
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a step has to read."""
+
+    target: int  # weights
+    head: int
+    kv: float
+
+    @property
+    def total(self) -> float:
+        return self.target + self.head + self.kv
+
+
+@dataclass(frozen=True)
+class StepRow:
+    load: StepLoad
+    spans: list[Span]  # one a repeat
+    bytes: StepBytes
+    bandwidth: float  # bytes a second
+    device: DeviceTimes | None  # None on a CPU
+
+    @property
+    def ms_per_step(self) -> float:
+        return statistics.median(span.ms_per_step for span in self.spans)
+
+    @property
+    def floor_ms(self) -> float:
+        return self.bytes.total / self.bandwidth * 1000
+
+    def as_record(self) -> dict[str, Any]:
+        num_steps = sum(span.steps for span in self.spans)
+        unknown = {field.name: None for field in fields(DeviceTimes)}
+        return {
+            "batch": self.load.batch,
+            "live_length": self.load.live_length,
+            "ms_per_step": self.ms_per_step,
+            "ms_per_step_all": [span.ms_per_step for span in self.spans],
+            "floor_ms": self.floor_ms,
+            "ratio": self.ms_per_step / self.floor_ms,
+            "tb_per_s": self.bytes.total / self.ms_per_step / 1e9,
+            "bytes": asdict(self.bytes),
+            "tokens_per_step": sum(s.tokens for s in self.spans) / num_steps / self.load.batch,
+            **(asdict(self.device) if self.device else unknown),
+        }
+
+
+@dataclass(frozen=True)
+class StepReport:
+    shape: str
+    llm: LLM
+    start_s: float  # from nothing to an engine
+    first_token_s: float  # and on to the first token of a first batch
+    bandwidth: float
+    rows: list[StepRow]
+
+
+def measure_steps(
+    shape: str,
+    num_drafts: int,
+    loads: Sequence[StepLoad],
+    repeat: int,
+    engine: dict[str, Any],
+    start: Start,
+) -> StepReport:
+    started = time.perf_counter()
+    llm = start_shaped(shape, num_drafts, loads, engine, start)
+    start_s = time.perf_counter() - started
+    with decoding(llm, loads[0]) as first:
+        first_token_s = first.first_token_s
+    bandwidth = read_bandwidth(llm.config.device.device)
+    rows = [_measure(llm, load, repeat, bandwidth) for load in loads]
+    return StepReport(shape, llm, start_s, first_token_s, bandwidth, rows)
+
+
+def start_shaped(
+    shape: str, num_drafts: int, loads: Sequence[StepLoad], engine: dict[str, Any], start: Start
+) -> LLM:
+    """An engine that is as large as the loads need."""
+    sizes = engine_sizes(loads, num_drafts, engine)
+    with open_shape(shape, num_drafts, sizes["max_model_len"]) as (model, options):
+        return start(model, {**engine, **options, **sizes})
+
+
+def engine_sizes(
+    loads: Sequence[StepLoad], num_drafts: int, engine: dict[str, Any]
+) -> dict[str, Any]:
+    """Room for all requests of a load to decode until the last of them has been timed."""
+    batch = max(load.batch for load in loads)
+    block_size = max(1, engine["block_size"])  # the engine refuses what is less
+    num_decoding = batch * (num_drafts + 1)
+    max_tokens = engine["max_num_batched_tokens"]
+    if max_tokens is None:
+        max_tokens = max(2048, 2 * num_decoding)
+    if max_tokens < 2 * num_decoding:
+        raise ConfigError(
+            f"max_num_batched_tokens={max_tokens} leaves prompts too little beside "
+            f"{num_decoding} tokens of decodes: use at least {2 * num_decoding}"
+        )
+    longest = max(load.length for load in loads)
+    unseen = max(min(load.length, block_size) if load.planted else load.length for load in loads)
+    # Steps by which the first request to answer is ahead: prompts have half of each, or more.
+    ahead = 1 + -(-batch * unseen // (max_tokens // 2))
+    answer = 2 * WARM_STEPS + max(PROFILED_STEPS, *(load.steps for load in loads))
+    max_model_len = longest + ahead + answer + SPARE_TOKENS + num_drafts
+    return {
+        "max_model_len": max_model_len,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max_tokens,
+        "num_kv_blocks": batch * -(-max_model_len // block_size) + 1,
+    }
+
+
+def record_steps(llm: LLM, load: StepLoad, path: Path, with_ops: bool = True) -> tuple[Trace, Span]:
+    """A Chrome trace of some steps, written to `path` and read from there."""
+    with decoding(llm, load) as run, tracing(llm.config.device.device, path, with_ops) as begin:
+        run.advance(WARM_STEPS)
+        begin()
+        span = run.advance(PROFILED_STEPS)
+    return read_trace(path), span
+
+
+def _measure(llm: LLM, load: StepLoad, repeat: int, bandwidth: float) -> StepRow:
+    spans = []
+    for _ in range(repeat):
+        with decoding(llm, load) as run:
+            run.advance(WARM_STEPS)
+            spans.append(run.advance(load.steps))
+    times = None
+    if llm.config.device.device != "cpu":
+        with tempfile.TemporaryDirectory() as root:
+            trace, span = record_steps(llm, load, Path(root, "trace.json"), with_ops=False)
+        times = device_times(trace, span.steps, span.seconds)
+    return StepRow(load, spans, step_bytes(llm, load.batch, load.live_length), bandwidth, times)
+
+
+# ---- requests that decode ----
+
+
+class Decoding:
+    """A load's requests, which answer for as long as they are asked to."""
+
+    def __init__(self, llm: LLM, load: StepLoad) -> None:
+        self.llm = llm
+        self.num_tokens: dict[str, int] = {}  # of each answer
+        for index, prompt in enumerate(random_prompts(llm, Load(load.batch, load.length, 1))):
+            if load.planted:
+                plant_prefix(llm.engine, prompt)
+            llm.engine.add_request(f"step-{index}", prompt, PARAMS)
+            self.num_tokens[f"step-{index}"] = 0
+        self.first_token_s = self.advance(1).seconds
+
+    def advance(self, num_tokens: int) -> Span:
+        """Step until every request has so many tokens more than the hindmost has now."""
+        goal = min(self.num_tokens.values()) + num_tokens
+        before, num_before = self.llm.metrics(), sum(self.num_tokens.values())
+        started = time.perf_counter()
+        while min(self.num_tokens.values()) < goal:
+            for output in self.llm.engine.step():
+                assert not output.finished, f"{output.request_id} ended before it was timed"
+                self.num_tokens[output.request_id] = len(output.outputs[0].token_ids)
+        seconds = time.perf_counter() - started
+        num_steps = self.llm.metrics()["num_steps"] - before["num_steps"]
+        return Span(seconds, num_steps, sum(self.num_tokens.values()) - num_before)
+
+    def close(self) -> None:
+        for request_id in self.num_tokens:
+            self.llm.engine.abort_request(request_id)
+        while self.llm.engine.has_work:
+            self.llm.engine.step()
+
+
+@contextmanager
+def decoding(llm: LLM, load: StepLoad) -> Iterator[Decoding]:
+    run = Decoding(llm, load)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def plant_prefix(engine: Engine, prompt: Sequence[int]) -> None:
+    """Let the prefix cache find the prompt's full blocks, with small random numbers for KV."""
+    scheduler = engine.scheduler
+    writer = Request("planted", tuple(prompt), TokenRules(PARAMS, seed=0, max_tokens=1))
+    num_blocks = (len(prompt) - 1) // scheduler.block_size
+    writer.block_ids = scheduler.pool.allocate(num_blocks)
+    writer.num_computed = num_blocks * scheduler.block_size
+    for cache in engine.runner.kv_caches:
+        cache[:, writer.block_ids] = DUMMY_STD * torch.randn_like(cache[:, :1])
+    scheduler.prefix_cache.insert(writer)
+    scheduler.pool.release(writer.block_ids)
+
+
+# ---- the floor ----
+
+
+def step_bytes(llm: LLM, batch: int, live_length: float) -> StepBytes:
+    """Weights once, the head's as often as it runs, and live KV wherever it is attended to."""
+    runner, config = llm.engine.runner, llm.config
+    size = DTYPE_BYTES[config.device.dtype]
+    kv = _kv_elements(config.model, live_length) * size
+    head, num_passes = 0, config.schedule.num_drafts
+    if isinstance(runner.speculator, EagleSpeculator):
+        decoder = runner.speculator.head.spec.decoder
+        head = _head_bytes(runner.speculator.head, num_passes)
+        kv += num_passes * _kv_elements(decoder, live_length) * size
+    return StepBytes(_target_bytes(runner.model), head, batch * kv)
+
+
+def _target_bytes(model: LlamaModel) -> int:
+    """A step looks up a few rows of the embedding; all of it is read as a tied LM head only."""
+    unread = 0 if model.lm_head.tied else _weight_bytes(model.embed_tokens)
+    return _weight_bytes(model) - unread
+
+
+def _head_bytes(head: EagleHead, num_passes: int) -> int:
+    """EAGLE-3 condenses the target's streams in the first pass only."""
+    once = sum(_weight_bytes(m) for m in (head.fc, head.input_norm, head.fc_norm) if m is not None)
+    passes = [head.first, head.rest, head.norm, head.lm_head or head.target.lm_head]
+    each = sum(_weight_bytes(module) for module in passes if module is not None)
+    if head.lm_head is None and head.target.lm_head.tied:
+        each += _weight_bytes(head.target.embed_tokens)
+    return (once if head.eagle3 else num_passes * once) + num_passes * each
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _kv_elements(spec: ModelSpec, live_length: float) -> float:
+    """Of one request; a sliding window bounds what a layer reads."""
+    windows = spec.windows or (None,) * spec.num_layers
+    tokens = sum(live_length if w is None else min(live_length, w) for w in windows)
+    return tokens * 2 * spec.num_kv_heads * spec.head_dim
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes a second of reading memory, by the best of some large reductions."""
+    size = READ_BYTES[torch.device(device).type]
+    data = torch.ones(size // 4, dtype=torch.float32, device=device)
+    best = float("inf")
+    for num_rows in (1, 1 << 10, 1 << 14) * 3:
+        best = min(best, _seconds_to_sum(data.view(num_rows, -1)))
+    return size / best
+
+
+def _seconds_to_sum(data: torch.Tensor, times: int = 4) -> float:
+    def wait() -> None:
+        if data.is_cuda:
+            torch.cuda.synchronize(data.device)
+
+    wait()
+    started = time.perf_counter()
+    for _ in range(times):
+        data.sum(dim=1)
+    wait()
+    return (time.perf_counter() - started) / times
+
+
+def device_name(device: str) -> str:
+    return device if device == "cpu" else torch.cuda.get_device_name(device)

@@ -1,0 +1,89 @@
+"""Are answers with a drafter those without one?
+
+In exact arithmetic, greedy answers are equal token for token. In lower precisions the last bits of
+a logit depend on how many tokens were computed beside it, so that a near tie may fall the other
+way. Such a place is told from a fault by its gap: the lead of the best token over the second. Where
+the answers still agree, the gap is measured by both engines, and the largest difference between the
+two is the noise; a divergence is explained if it starts at a gap within that noise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stoop.checkpoint.report import Report
+from stoop.core.outputs import CompletionOutput
+from stoop.core.sampling_params import SamplingParams
+from stoop.engine.inputs import Prompt
+from stoop.llm import LLM
+
+
+@dataclass(frozen=True)
+class Divergence:
+    prompt: int  # its place
+    position: int  # of the first token that differs
+    gap: float  # natural log; of the plain answer there
+
+
+@dataclass(frozen=True)
+class AnswerCheck:
+    num_answers: int  # compared: each prompt alone and in the batch
+    num_tokens: int  # compared, up to the first difference of each answer
+    noise: float  # the largest difference between two measurements of one gap
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def unexplained(self) -> list[Divergence]:
+        return [each for each in self.divergences if each.gap > self.noise]
+
+    @property
+    def num_equal(self) -> int:
+        return self.num_answers - len(self.divergences)
+
+
+def check_answers(
+    model: str, options: dict[str, Any], prompts: Sequence[Prompt], max_tokens: int, report: Report
+) -> AnswerCheck:
+    """Each prompt alone, greedily, with and without the drafter; then all as one batch with it."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+
+    def ask(llm: LLM, *batches: Sequence[Prompt]) -> list[CompletionOutput]:
+        outputs = [llm.generate(list(batch), params, use_tqdm=False) for batch in batches]
+        return [output.outputs[0] for batch in outputs for output in batch]
+
+    alone = [[prompt] for prompt in prompts]
+    # One engine after the other: each may take most of the device's memory.
+    plain = ask(LLM(model, report=report, **{**options, "speculative_config": None}), *alone)
+    drafted = ask(LLM(model, report=report, **options), *alone, prompts)
+    return compare(plain * 2, drafted, len(prompts))
+
+
+def compare(
+    expected: Sequence[CompletionOutput], found: Sequence[CompletionOutput], num_prompts: int
+) -> AnswerCheck:
+    num_tokens, noise = 0, 0.0
+    divergences = []
+    for place, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        same = _common_prefix(ours.token_ids, theirs.token_ids)
+        num_tokens += same
+        for position in range(same):
+            noise = max(noise, abs(_gap(ours, position) - _gap(theirs, position)))
+        if ours.token_ids != theirs.token_ids:
+            divergences.append(Divergence(place % num_prompts, same, _gap(ours, same)))
+    return AnswerCheck(len(expected), num_tokens, noise, tuple(divergences))
+
+
+def _common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return position
+    return min(len(ours), len(theirs))
+
+
+def _gap(answer: CompletionOutput, position: int) -> float:
+    """How far the best token leads; infinite where an answer is over and the other is not."""
+    assert answer.logprobs is not None
+    if position >= len(answer.logprobs):
+        return float("inf")
+    best, second = sorted((e.logprob for e in answer.logprobs[position].values()), reverse=True)[:2]
+    return best - second

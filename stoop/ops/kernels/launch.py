@@ -1,0 +1,65 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+
+What it may do before `wait_for_inputs` is what no earlier kernel can spoil: find its place, and ask
+for weights. A kernel so launched has to wait in every program, before it reads what kernels make
+or writes anything at all: then all kernels before it have ended, since each waited for its own.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The kernel behind this one is launched once all programs of this one have come here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_start_if(condition, PDL: tl.constexpr):
+    """As above, in a loop that branches would keep from being pipelined."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.launch_dependents;"
+            " mov.u32 $0, 0; }",
+            "=r,r",
+            [condition.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def start_in_turn(PDL: tl.constexpr):
+    """For kernels that can do nothing before their inputs are there, but be launched."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+
+
+def overlapping(tensor: Tensor) -> dict[str, Any]:
+    """Options of a launch on the tensor's device, for kernels with a constant PDL that wait."""
+    if INTERPRETED or not _can_overlap(tensor.device):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    # Elsewhere launches are only compiled, for a Hopper GPU.
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,304 @@
+"""Matrix products of few tokens, with what stands before and after them in a decoder layer.
+
+They are bound by reading the weights once. So one program takes a band of outputs and walks all
+inputs; the norm before the product costs it no pass of its own, because the scale of a token is a
+factor of its whole row: squares are summed beside the product, and the scale multiplies its end.
+No program needs another's sum, and the same inputs give the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoop.ops.kernels import linear_choice
+from stoop.ops.kernels.launch import (
+    let_next_start,
+    let_next_start_if,
+    overlapping,
+    wait_for_inputs,
+)
+from stoop.ops.kernels.linear_choice import Kind, LinearShape, Tiling, tiling_for
+from stoop.ops.library import register
+
+INTERPRETED = triton.knobs.runtime.interpret
+AHEAD_BYTES = 32 * 1024  # of weights that a program asks for before its inputs are there
+MAX_WAITING = 1024  # programs, more or less, that a GPU holds at a time
+AT_START = tl.constexpr(linear_choice.AT_START)
+WITH_LAST_LOADS = tl.constexpr(linear_choice.WITH_LAST_LOADS)
+AFTER_LOOP = tl.constexpr(linear_choice.AFTER_LOOP)
+
+
+@triton.jit
+def _prefetch(ptr, num_bytes):
+    """Ask the second-level cache for num_bytes at each pointer, all multiples of 16."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptr.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load(ptr, offset, live, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr + offset)
+    return tl.load(ptr + offset, mask=live, other=0.0)
+
+
+@triton.jit
+def _dot(a, b, acc, WIDE: tl.constexpr):
+    if WIDE:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _fold(x):
+    """[a, b, n] to [a, b, n / 8]: sums of neighbours, which one thread has loaded together."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8)), 3)
+
+
+@triton.jit
+def _add_product(
+    acc, squares, weight, norm, x_ptr, k, live, spoken,
+    NORM: tl.constexpr, DOT: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One more block of inputs.
+
+    DOT: x [ways, tokens, inputs], weight [ways, rows, inputs], acc [ways, rows, tokens]
+    else x [1, tokens, inputs], weight [rows, 1, inputs], acc [rows, tokens, inputs / 8]
+    SQUARE: squares [ways, tokens, tokens], else [ways or 1, tokens, inputs / 8]
+    """
+    x = tl.load(x_ptr + k, mask=spoken if EVEN else spoken & live, other=0.0)
+    if NORM:
+        if SQUARE:
+            # As a product, of which the diagonal counts: in a pipelined loop x stays in the
+            # layout of an operand, where sums of any other would make for bank conflicts.
+            squares = _dot(x, tl.permute(x, (0, 2, 1)), squares, WIDE)
+        else:
+            squares += _fold(x.to(tl.float32) * x.to(tl.float32))
+    if DOT:
+        turned = tl.permute(x, (0, 2, 1))
+        if NORM:
+            # Rounded, because it is an operand; the token's scale comes at the end.
+            turned = turned.to(tl.float32) * tl.permute(norm, (0, 2, 1)).to(tl.float32)
+        acc = _dot(weight, turned.to(x.dtype), acc, WIDE)
+    else:
+        wide = x.to(tl.float32)
+        if NORM:
+            wide = (wide * norm.to(tl.float32)).to(x.dtype).to(tl.float32)
+        acc += _fold(weight.to(tl.float32) * wide)
+    return acc, squares
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
+    num_tokens, num_outputs, num_inputs, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
+    ONCE: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, WAYS: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, WIDE: tl.constexpr,
+    SQ: tl.constexpr, SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS of the weight times all tokens. In each block of WAYS * BLOCK_K inputs, every way is one
+    warp's: so none reads what another does, and the sums of all are added once, at the end."""
+    if SIGNAL == AT_START:
+        let_next_start(PDL)
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    first = tl.program_id(0) * OUTPUTS
+    row = tl.arange(0, ROWS)
+    # Past the end the last row is read once more, which is cheaper than a mask.
+    row = tl.minimum(first + row % OUTPUTS, num_outputs - 1) + row // OUTPUTS * num_outputs
+    far = row.to(tl.int64) * num_inputs
+    rows_ptr = weight_ptr + (far[None, :, None] if DOT else far[:, None, None])
+    k = tl.arange(0, WAYS)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+    if ONCE:
+        weight = _load(rows_ptr, k, k < num_inputs, EVEN)
+        norm = _load(norm_ptr, k, k < num_inputs, EVEN)
+    elif AHEAD > 0:
+        piece = tl.arange(0, THREADS)  # a row each
+        ahead = tl.minimum(first + piece % OUTPUTS, num_outputs - 1)
+        ahead += piece // OUTPUTS * num_outputs
+        ahead_ptr = weight_ptr + ahead.to(tl.int64) * num_inputs
+        _prefetch(ahead_ptr, tl.where(piece < ROWS, AHEAD, 0))
+    wait_for_inputs(PDL)
+
+    token = tl.arange(0, BLOCK_T)
+    spoken = (token < num_tokens)[None, :, None]
+    x_ptr += token[None, :, None] * num_inputs
+    acc = tl.zeros((WAYS, ROWS, BLOCK_T) if DOT else (ROWS, BLOCK_T, BLOCK_K // 8), tl.float32)
+    SQUARE: tl.constexpr = DOT and (SQ or not ONCE)
+    squares = tl.zeros((WAYS, BLOCK_T, BLOCK_T if SQUARE else BLOCK_K // 8), tl.float32)
+    if ONCE:
+        acc, squares = _add_product(
+            acc, squares, weight, norm, x_ptr, k, k < num_inputs, spoken,
+            NORM, DOT, SQUARE, EVEN, WIDE,
+        )  # fmt: skip
+    else:
+        for start in range(0, num_inputs, WAYS * BLOCK_K):
+            if SIGNAL == WITH_LAST_LOADS:
+                let_next_start_if(start + LAST >= num_inputs, PDL)
+            live = start + k < num_inputs
+            weight = _load(rows_ptr, start + k, live, EVEN)
+            norm = _load(norm_ptr, start + k, live, EVEN)
+            acc, squares = _add_product(
+                acc, squares, weight, norm, x_ptr, start + k, live, spoken,
+                NORM, DOT, SQUARE, EVEN, WIDE,
+            )  # fmt: skip
+    if SIGNAL == AFTER_LOOP:
+        let_next_start(PDL)
+
+    acc = tl.sum(acc, 0 if DOT else 2)
+    if NORM:
+        if SQUARE:
+            squares = tl.where(token[:, None] == token[None, :], tl.sum(squares, 0), 0.0)[None]
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / num_inputs + eps)
+        acc *= scale[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, BLOCK_T)), (1, 2, 0)))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    output = (first + tl.arange(0, OUTPUTS))[:, None]
+    place = token[None, :].to(tl.int64) * num_outputs + output
+    stored = (output < num_outputs) & (token < num_tokens)[None, :]
+    if residual_ptr is not None:
+        acc += tl.load(residual_ptr + place, mask=stored, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+SQ = False
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor | None, float] = (None, 0.0),
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> None:
+    """norm: its weight and epsilon, or no weight for none. All tensors contiguous."""
+    num_tokens, num_inputs = x.shape
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
+    assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
+    outputs = tiling.rows // 2 if gated else tiling.rows
+    num_programs = triton.cdiv(num_outputs, outputs)
+    step = tiling.ways * tiling.block_k
+    _linear_kernel[(num_programs,)](
+        x, weight, bias, x if norm[0] is None else norm[0], residual, out,
+        num_tokens, num_outputs, num_inputs, norm[1], NORM=norm[0] is not None,
+        GATED=gated, DOT=tiling.dot, EVEN=num_inputs % step == 0, ONCE=num_inputs <= step,
+        BLOCK_T=tiling.block_t(num_tokens), ROWS=tiling.rows, WAYS=tiling.ways,
+        BLOCK_K=tiling.block_k, AHEAD=_ahead(weight, tiling.rows, num_programs),
+        SIGNAL=tiling.signal, LAST=tiling.num_stages * step, SQ=SQ,
+        THREADS=32 * tiling.num_warps,
+        # Triton's interpreter cannot multiply in bfloat16.
+        WIDE=INTERPRETED and x.dtype == torch.bfloat16,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlapping(x),
+    )  # fmt: skip
+
+
+def _ahead(weight: Tensor, rows: int, num_programs: int) -> int:
+    """Bytes of each row to ask for while the inputs are waited for, if all programs start early."""
+    row_bytes = weight.shape[1] * weight.dtype.itemsize
+    aligned = row_bytes % 16 == 0 and weight.data_ptr() % 16 == 0
+    if INTERPRETED or not aligned or num_programs > MAX_WAITING:
+        return 0
+    return min(row_bytes, AHEAD_BYTES // rows)
+
+
+def _tiling(kind: Kind, x: Tensor, weight: Tensor) -> Tiling:
+    return tiling_for(LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype), x.shape[0])
+
+
+@register("skinny_linear_(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
+def skinny_linear_(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = x @ weight.T + bias, in out's precision, which may be float32
+
+    x: [tokens, inputs], weight: [outputs, inputs], bias: [outputs], out: [tokens, outputs]
+    """
+    kind: Kind = "logits" if out.dtype == torch.float32 else "linear"
+    launch(x, weight, out, _tiling(kind, x, weight), bias=bias)
+
+
+@register(
+    "linear_add_(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor(a!) out) -> ()"
+)
+def linear_add_(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor
+) -> None:
+    """out = residual + x @ weight.T + bias, rounded once. out must not be the residual."""
+    assert residual.is_contiguous() and residual.shape == out.shape
+    launch(x, weight, out, _tiling("add", x, weight), bias=bias, residual=residual)
+
+
+@register(
+    "norm_linear_(Tensor x, Tensor norm_weight, float eps, Tensor weight, Tensor? bias, "
+    "Tensor(a!) out) -> ()"
+)
+def norm_linear_(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """out = rms_norm(x, norm_weight, eps) @ weight.T + bias"""
+    launch(x, weight, out, _tiling("norm", x, weight), bias=bias, norm=(norm_weight, eps))
+
+
+@register(
+    "norm_linear_silu_(Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, "
+    "Tensor(a!) out) -> ()"
+)
+def norm_linear_silu_(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """out = silu(gate) * up of rms_norm(x, norm_weight, eps) @ weight.T + bias
+
+    norm_weight: [inputs], or None for no norm; weight: [2n, inputs], gates first; out: [tokens, n]
+    """
+    tiling = _tiling("gated", x, weight)
+    launch(x, weight, out, tiling, bias=bias, norm=(norm_weight, eps), gated=True)
+
+
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
+    skinny_linear_(x, weight, bias, out)
+    return out
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    out = torch.empty_like(residual)
+    linear_add_(x, weight, bias, residual, out)
+    return out
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    norm_linear_(x, norm_weight, eps, weight, bias, out)
+    return out
+
+
+def norm_linear_silu(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    norm_linear_silu_(x, norm_weight, eps, weight, bias, out)
+    return out

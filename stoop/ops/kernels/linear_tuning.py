@@ -1,0 +1,214 @@
+"""Decide by measurement who multiplies few tokens.
+
+Every candidate is timed in a graph, over as many copies of the weight as the second-level cache
+cannot hold: so as a decode step meets it. What was measured is kept in the cache folder, for this
+GPU, these libraries and these kernels.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from stoop.config.environ import cache_dir
+from stoop.ops.kernels import launch, linear, norm
+from stoop.ops.kernels.linear_choice import (
+    AFTER_LOOP,
+    AT_START,
+    WITH_LAST_LOADS,
+    Decision,
+    LinearShape,
+    Tiling,
+    bucket_of,
+    install,
+)
+
+MANY_BYTES = 192 * 2**20  # of weights: thrice what an H200 caches
+MAX_COPIES = 192
+LAUNCHES = 16  # in a graph at least, or its own start would be measured
+REPEATS = 5
+EPS = 1e-5
+
+Key = tuple[LinearShape, int]
+
+
+# As `Tiling` has them, without the signal: what won somewhere on an H200.
+_PLAIN = (
+    (4, 1, 1024, 4), (8, 1, 1024, 4), (2, 1, 2048, 8), (4, 1, 2048, 8), (8, 1, 2048, 8),
+    (2, 1, 2048, 4),
+)  # fmt: skip
+_WHOLE = ((8, 4, 256, 4), (16, 4, 256, 4), (32, 4, 256, 4), (16, 8, 256, 8))
+_SHORT = (
+    (16, 4, 64, 4, 4), (16, 4, 128, 4, 4), (16, 1, 64, 1, 5), (32, 1, 64, 1, 5), (64, 1, 64, 1, 4),
+)  # fmt: skip
+_LONG = (
+    (16, 4, 128, 4, 5), (32, 4, 128, 4, 4), (32, 2, 128, 2, 4), (32, 2, 64, 2, 4),
+)  # fmt: skip
+_LONG_OF_MANY = ((32, 4, 64, 4, 5), (64, 2, 64, 2, 4), (64, 1, 64, 1, 4), (16, 4, 128, 4, 5))
+
+
+def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
+    """Ways to cut a product of so many tokens that are worth a trial."""
+    if bucket == 1:
+        return [Tiling(*t, dot=False) for t in _PLAIN]
+    if bucket > 32 and shape.kind in ("norm", "gated"):
+        return []  # squares as a product grow with the square of the tokens
+    whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
+    if shape.num_inputs < 2048:
+        return whole + [Tiling(*t) for t in _SHORT]
+    if bucket > 8:
+        return whole + [Tiling(*t) for t in _LONG_OF_MANY]
+    signals = (AT_START, WITH_LAST_LOADS, AFTER_LOOP)
+    return whole + [Tiling(*t, signal) for t in _LONG for signal in signals]
+
+
+class Trial:
+    """One product over many copies of its weight."""
+
+    def __init__(self, shape: LinearShape, device: torch.device) -> None:
+        size = shape.num_outputs * shape.num_inputs
+        num_copies = min(MAX_COPIES, -(-MANY_BYTES // (2 * size)))
+        options: Any = {"dtype": shape.dtype, "device": device}
+        self.shape = shape
+        self.weights = torch.empty(num_copies, shape.num_outputs, shape.num_inputs, **options)
+        self.weights.normal_(std=shape.num_inputs**-0.5)
+        self.norm = torch.ones(shape.num_inputs, **options)
+
+    def times(self, num_tokens: int, found: Iterable[Decision]) -> Iterator[tuple[float, Decision]]:
+        """Microseconds of a call, for those tilings that the device can run."""
+        call = self.call(num_tokens)
+        num_calls = max(LAUNCHES, len(self.weights))
+        for decision in found:
+
+            def run(decision: Decision = decision) -> None:
+                for index in range(num_calls):
+                    call(self.weights[index % len(self.weights)], decision)
+
+            try:
+                yield 1e3 * time_graph(run) / num_calls, decision
+            except triton.runtime.errors.OutOfResources:
+                continue
+
+    def call(self, num_tokens: int) -> Callable[[Tensor, Decision], None]:
+        """The product with one weight, as ops/linear.py would do it by this decision."""
+        kind = self.shape.kind
+        options: Any = {"dtype": self.shape.dtype, "device": self.weights.device}
+        x = torch.randn(num_tokens, self.shape.num_inputs, **options)
+        num_outputs = self.shape.num_outputs // (2 if kind == "gated" else 1)
+        residual = torch.randn(num_tokens, num_outputs, **options)
+        out = torch.empty_like(residual, dtype=torch.float32 if kind == "logits" else None)
+
+        def by_kernel(weight: Tensor, tiling: Tiling) -> None:
+            linear.launch(
+                x,
+                weight,
+                out,
+                tiling,
+                norm=(self.norm if kind in ("norm", "gated") else None, EPS),
+                residual=residual if kind == "add" else None,
+                gated=kind == "gated",
+            )
+
+        def by_cublas(weight: Tensor) -> None:
+            if kind == "add":
+                torch.addmm(residual, x, weight.t())
+                return
+            y = F.linear(
+                norm.rms_norm(x, self.norm, EPS) if kind in ("norm", "gated") else x, weight
+            )
+            if kind == "gated":
+                norm.silu_and_mul(y)
+            elif kind == "logits":
+                y.float()
+
+        return lambda weight, tiling: by_kernel(weight, tiling) if tiling else by_cublas(weight)
+
+
+def time_graph(function: Callable[[], None]) -> float:
+    """Milliseconds of a replay."""
+    function()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[REPEATS // 2]
+
+
+def tune(
+    shapes: Iterable[LinearShape],
+    tokens: Sequence[int],
+    device: torch.device,
+    report: Callable[[str], None],
+) -> None:
+    """Decide for these shapes, for batches as large as `tokens`: from the cache, or by trying.
+
+    To be called before graphs are captured, and before the first product: later it is in vain.
+    """
+    path = _path(device)
+    known = load(path)
+    buckets = sorted({bucket_of(n) for n in tokens})
+    fresh: dict[Key, Decision] = {}
+    for shape in dict.fromkeys(shapes):
+        missing = [bucket for bucket in buckets if (shape, bucket) not in known]
+        if not missing:
+            continue
+        trial = Trial(shape, device)
+        for bucket in missing:
+            found = sorted(
+                trial.times(bucket, [None, *candidates(shape, bucket)]),
+                key=lambda pair: pair[0],
+            )
+            fresh[shape, bucket] = found[0][1]
+            cublas = next(time for time, tiling in found if tiling is None)
+            report(f"{shape} {bucket}: {found[0][0]:.2f} us by {found[0][1]}, cuBLAS {cublas:.2f}")
+        del trial
+    if fresh:
+        save(path, known | fresh)
+    install(known | fresh)
+
+
+def _path(device: torch.device) -> Path:
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (launch, linear))
+    facts = (torch.cuda.get_device_name(device), torch.__version__, triton.__version__)
+    name = hashlib.sha256(repr(facts).encode() + sources).hexdigest()[:16]
+    return cache_dir() / "linear" / f"{name}.json"
+
+
+def load(path: Path) -> dict[Key, Decision]:
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {
+        (LinearShape(kind, outputs, inputs, getattr(torch, dtype)), bucket): tiling
+        and Tiling(*tiling)
+        for (kind, outputs, inputs, dtype), bucket, tiling in rows
+    }
+
+
+def save(path: Path, decisions: dict[Key, Decision]) -> None:
+    rows = [
+        ((s.kind, s.num_outputs, s.num_inputs, str(s.dtype).removeprefix("torch.")), bucket,
+         tiling and astuple(tiling))
+        for (s, bucket), tiling in decisions.items()
+    ]  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(rows))
+    temporary.replace(path)  # whole or not at all, whoever else writes it

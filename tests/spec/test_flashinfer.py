@@ -1,0 +1,266 @@
+"""The flashinfer backend without FlashInfer: what it refuses, and what it plans.
+
+A stand-in in plain torch attends by the plan alone, so wrong or stale plans give wrong answers.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fake_flashinfer
+import numpy as np
+import pytest
+import torch
+from fakes import CheckpointStore
+from graph.workload import make_llm as make_plain_llm
+from graph.workload import run as run_plain
+
+from spec.drafters import MODES, DrafterStore, Trace, make_llm, run
+from stoop.attention.base import AttentionSetup, AttentionShape
+from stoop.attention.flashinfer import FlashInferBackend, RowLengths
+from stoop.batch.input_batch import InputBatch
+from stoop.batch.request_state import RequestState
+from stoop.config.errors import ConfigError
+from stoop.config.resolve import attention_backends
+from stoop.graph.descriptor import RunMode
+from stoop.graph.sanitizer import SanitizerError, StaleRead
+
+Patch = pytest.MonkeyPatch
+CPU = torch.device("cpu")
+FLASHINFER = {"attention_backend": "flashinfer"}
+
+
+@pytest.fixture
+def _fake(monkeypatch: Patch) -> None:
+    fake_flashinfer.install(monkeypatch)
+
+
+# ---- refusals ----
+
+
+def make_backend(
+    device: str = "cuda", block_size: int = 16, head_dim: int = 64, dtype: str = "bfloat16"
+) -> FlashInferBackend:
+    slots = RequestState(4, 64, block_size, CPU).tensors
+    shapes = tuple(AttentionShape(4, 2, size, 0.1) for size in (128, head_dim))
+    where = torch.device(device)
+    return FlashInferBackend(
+        AttentionSetup(where, block_size, 4, 64, slots, getattr(torch, dtype), shapes)
+    )
+
+
+REFUSALS = [
+    ({"device": "cpu"}, "does not run on cpu: use a CUDA device"),
+    ({"device": "xpu"}, "does not run on xpu: use a CUDA device"),
+    ({"dtype": "float32"}, "has no kernels for float32: use dtype=bfloat16 or float16"),
+    ({"dtype": "float64"}, "has no kernels for float64: use dtype=bfloat16 or float16"),
+    ({"head_dim": 80}, "has kernels for heads of 64, 128, 256, none for 80"),
+    ({"block_size": 4}, "does not take block_size=4: use one of 8, 16, 32, 64"),
+]
+
+
+@pytest.mark.parametrize(("options", "pattern"), REFUSALS)
+def test_what_it_cannot_do_is_refused(options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern) as caught:
+        make_backend(**options)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(", or attention_backend=auto")
+
+
+def test_a_missing_library_is_refused(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match=r"pip install 'stoop\[flashinfer\]'") as caught:
+        make_backend()
+    assert "\n" not in str(caught.value)
+
+
+def test_steps_in_flight_are_refused(checkpoints: CheckpointStore) -> None:
+    with pytest.raises(ConfigError, match="run_ahead=1: attention_backend=flashinfer plans"):
+        make_plain_llm(checkpoints.get("llama3", dtype="float64"), run_ahead=1, **FLASHINFER)
+
+
+def test_check_leaves_it_out_where_it_cannot_run(monkeypatch: Patch) -> None:
+    found = [True]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found[0] or None)
+    assert "flashinfer" in attention_backends("cuda", "bfloat16", 64)
+    assert "flashinfer" not in attention_backends("cuda", "float32", 64)
+    assert "flashinfer" not in attention_backends("cuda", "bfloat16", 80)
+    assert attention_backends("cpu", "bfloat16", 64) == ["reference", "hostplan"]
+    found[0] = False
+    assert attention_backends("cuda:0", "float16", 64) == ["reference", "hostplan", "triton"]
+
+
+# ---- answers ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", ["llama3", "qwen2-window"])  # the second has two windows
+@pytest.mark.usefixtures("_fake")
+def test_every_mode_answers_as_the_reference(
+    checkpoints: CheckpointStore, model: str, mode: str
+) -> None:
+    """Tokens and scores of unpadded eager steps; replays are compared with their eager twins."""
+    folder = checkpoints.get(model, dtype="float64")
+    expected = run_plain(make_plain_llm(folder, attention_backend="reference"))
+    llm = make_plain_llm(folder, graph_mode=mode, sanitize=mode != "none", **FLASHINFER)
+    answers = run_plain(llm)
+    assert answers.token_ids == expected.token_ids
+    for ours, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-10)
+    assert llm.metrics()["num_preemptions"] > 0
+
+
+@pytest.fixture(scope="module")
+def eager(drafters: DrafterStore) -> Callable[[str, int], Trace]:
+    """Eager steps of the reference; `num_tokens` 0 for plain decoding."""
+
+    @functools.lru_cache
+    def trace(name: str, num_tokens: int) -> Trace:
+        return run(make_llm(drafters.get(name), num_tokens), num_tokens)
+
+    return trace
+
+
+CASES = [
+    *(("eagle3-noisy", 3, mode) for mode in MODES),
+    *(("eagle3-variant", 5, mode) for mode in ("none", "full", "step")),  # heads of its own
+    ("eagle-noisy", 8, "full_decode_only"),
+    ("eagle-right", 1, "step"),
+    ("ngram-right", 3, "step"),
+]
+
+
+@pytest.mark.parametrize(("name", "num_tokens", "mode"), CASES)
+@pytest.mark.usefixtures("_fake")
+def test_speculation_answers_as_plain_decoding(
+    drafters: DrafterStore,
+    eager: Callable[[str, int], Trace],
+    name: str,
+    num_tokens: int,
+    mode: str,
+) -> None:
+    """And drafts as the reference does, place by place. Some requests run into the model's limit,
+    where dead tokens stand past it; some have fewer drafts than places."""
+    options = {"graph_mode": mode, "sanitize": mode != "none", **FLASHINFER}
+    llm = make_llm(drafters.get(name), num_tokens, **options)
+    trace = run(llm, num_tokens)
+    expected = eager(name, num_tokens)
+    assert trace.answers == eager(name, 0).answers
+    assert trace.drafts == expected.drafts
+    assert trace.per_position == expected.per_position
+    assert max(known for _, known in trace.drafts) == 72  # the model's limit
+
+
+# ---- graphs ----
+
+
+@pytest.mark.usefixtures("_fake")
+def test_graphs_are_those_that_it_declares(drafters: DrafterStore) -> None:
+    """Whole steps with all their drafting, mixed batches in pieces; one set of wrappers a size."""
+    llm = make_llm(drafters.get("eagle3-noisy"), 3, graph_mode="step", **FLASHINFER)
+    runner = llm.engine.runner
+    modes = {d.mode for d in runner.graphs.manager.descriptors}
+    assert modes == {RunMode.STEP, RunMode.PIECEWISE}
+    assert runner.speculator is not None and runner.speculator.in_step_graph
+    assert isinstance(runner.backend, FlashInferBackend)
+    assert set(runner.backend.captured) == {(1, 4), (2, 4), (4, 4)}
+
+
+@pytest.mark.usefixtures("_fake")
+def test_what_nobody_wrote_is_zero(checkpoints: CheckpointStore) -> None:
+    llm = make_plain_llm(checkpoints.get("llama3", dtype="float64"), **FLASHINFER)
+    assert not any(cache.any() for cache in llm.engine.runner.kv_caches)
+
+
+# ---- bugs put back ----
+
+
+def skip_the_plan(patch: Patch) -> None:
+    """A graph is replayed by the plan of its capture."""
+    plan = FlashInferBackend._plan
+
+    def stale(self: FlashInferBackend, batch: InputBatch, wrappers: Any, query_len: Any) -> None:
+        if query_len is None or not batch.num_reqs:
+            plan(self, batch, wrappers, query_len)
+
+    patch.setattr(FlashInferBackend, "_plan", stale)
+
+
+def change_lengths(**change: Callable[[InputBatch, RowLengths], np.ndarray]) -> Any:
+    lengths = FlashInferBackend._lengths
+
+    def changed(self: FlashInferBackend, batch: InputBatch, query_len: int | None) -> RowLengths:
+        rows = lengths(self, batch, query_len)
+        values = {name: edit(batch, rows) for name, edit in change.items()}
+        keys = values.get("keys", rows.keys)
+        pages = -(-keys // self.setup.block_size)
+        return RowLengths(rows.queries, keys, pages, values.get("num_owned", rows.num_owned))
+
+    return lambda patch: patch.setattr(FlashInferBackend, "_lengths", changed)
+
+
+def cut_keys_at_the_limit(batch: InputBatch, rows: RowLengths) -> np.ndarray:
+    """Queries stand at the end of the keys: cut there, they move into the past."""
+    return np.maximum(np.minimum(rows.keys, 72), rows.queries)
+
+
+def count_a_key_less(batch: InputBatch, rows: RowLengths) -> np.ndarray:
+    return np.maximum(rows.keys - 1, rows.queries)
+
+
+def own_every_page(batch: InputBatch, rows: RowLengths) -> np.ndarray:
+    """Pages past the model's limit, and those of padding, are looked up in block tables."""
+    return rows.num_pages
+
+
+def leave_pages_unpadded(patch: Patch) -> None:
+    """What a larger batch left stands behind the pages of this one."""
+    plan = FlashInferBackend._plan
+
+    def unpadded(self: FlashInferBackend, *args: Any) -> None:
+        whole = self.page_indices
+        self.page_indices = whole[:0]  # where padding is written
+        plan(self, *args)
+        self.page_indices = whole
+
+    patch.setattr(FlashInferBackend, "_plan", unpadded)
+
+
+MUTANTS: list[tuple[str, Callable[[Patch], None], str, bool]] = [
+    ("plan not refreshed", skip_the_plan, "full", True),
+    ("the same in a step graph", skip_the_plan, "step", True),
+    ("keys cut at the limit", change_lengths(keys=cut_keys_at_the_limit), "full", True),
+    ("a key too few", change_lengths(keys=count_a_key_less), "none", True),
+    ("pages nobody owns", change_lengths(num_owned=own_every_page), "full", True),
+    ("pages unpadded", leave_pages_unpadded, "full", False),  # kernels stop at the last page
+]
+
+
+@pytest.mark.parametrize(("name", "apply", "mode", "by_answers"), MUTANTS)
+@pytest.mark.usefixtures("_fake")
+def test_mutant_is_caught(
+    drafters: DrafterStore,
+    eager: Callable[[str, int], Trace],
+    monkeypatch: Patch,
+    name: str,
+    apply: Callable[[Patch], None],
+    mode: str,
+    by_answers: bool,
+) -> None:
+    """By answers or drafts of its own, or an index that no table has; stale plans by name."""
+    apply(monkeypatch)
+    drafter, options = drafters.get("eagle3-random"), {"graph_mode": mode, **FLASHINFER}
+    expected = eager("eagle3-random", 8)
+    try:
+        trace = run(make_llm(drafter, 8, **options), 8)
+        caught = (trace.answers, trace.drafts) != (expected.answers, expected.drafts)
+    except (IndexError, RuntimeError):
+        caught = True
+    assert caught == by_answers
+    if apply in (skip_the_plan, leave_pages_unpadded):
+        with pytest.raises(SanitizerError) as error:
+            run(make_llm(drafter, 8, sanitize=True, **options), 8)
+        assert isinstance(error.value, StaleRead)
+        buffer = "query_indptr" if apply is skip_the_plan else "page_indices"
+        assert error.value.buffer == buffer
