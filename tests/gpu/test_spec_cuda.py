@@ -1,5 +1,6 @@
 """Speculation on a CUDA device: answers of plain decoding, drafts of eager steps, no waits."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,30 @@ def test_kernels_and_graphs_answer_as_plain_decoding(
     modes = {d.mode for d in llm.engine.runner.graphs.manager.descriptors}
     expected = {"full": {RunMode.FULL}, "step": {RunMode.STEP, RunMode.FULL}}
     assert modes >= expected.get(mode, set())  # kernels are captured whole
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "step"])
+@pytest.mark.parametrize("name", ["eagle3-some", "ngram-right"])
+def test_steps_in_flight_change_nothing(drafters: DrafterStore, name: str, mode: str) -> None:
+    """Nobody looks at the device in between: launches overlap as far as they may."""
+    source = random.Random(3)
+    prompts = [[source.randrange(60) for _ in range(source.randint(1, 40))] for _ in range(24)]
+    params = [
+        GREEDY.replace(max_tokens=source.randint(1, 30), stop_token_ids=[source.randrange(60)])
+        for _ in prompts
+    ]
+
+    def answers(num_tokens: int, run_ahead: int) -> list[Any]:
+        llm = make_llm(
+            drafters.get(name), num_tokens, graph_mode=mode, run_ahead=run_ahead, **KERNELS
+        )
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        return [(o.token_ids, o.finish_reason, o.stop_reason) for o in outputs]
+
+    plain = answers(0, 0)
+    assert {reason for _, reason, _ in plain} == {"stop", "length"}
+    for num_tokens, run_ahead in ((0, 3), (3, 0), (3, 1), (3, 3)):
+        assert answers(num_tokens, run_ahead) == plain, (num_tokens, run_ahead)
 
 
 def test_a_head_that_is_right_gives_k_plus_1_tokens_a_step(drafters: DrafterStore) -> None:

@@ -104,7 +104,7 @@ def _linear_kernel(
     NORM: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
     ONCE: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, WAYS: tl.constexpr,
     BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, WIDE: tl.constexpr,
-    SQ: tl.constexpr, SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the weight times all tokens. In each block of WAYS * BLOCK_K inputs, every way is one
     warp's: so none reads what another does, and the sums of all are added once, at the end."""
@@ -127,13 +127,20 @@ def _linear_kernel(
         ahead += piece // OUTPUTS * num_outputs
         ahead_ptr = weight_ptr + ahead.to(tl.int64) * num_inputs
         _prefetch(ahead_ptr, tl.where(piece < ROWS, AHEAD, 0))
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + row)
     wait_for_inputs(PDL)
 
     token = tl.arange(0, BLOCK_T)
+    output = (first + tl.arange(0, OUTPUTS))[:, None]
+    place = token[None, :].to(tl.int64) * num_outputs + output
+    stored = (output < num_outputs) & (token < num_tokens)[None, :]
+    if residual_ptr is not None:  # asked for beside the inputs, not behind them
+        residual = tl.load(residual_ptr + place, mask=stored, other=0.0)
     spoken = (token < num_tokens)[None, :, None]
     x_ptr += token[None, :, None] * num_inputs
     acc = tl.zeros((WAYS, ROWS, BLOCK_T) if DOT else (ROWS, BLOCK_T, BLOCK_K // 8), tl.float32)
-    SQUARE: tl.constexpr = DOT and (SQ or not ONCE)
+    SQUARE: tl.constexpr = DOT and not ONCE
     squares = tl.zeros((WAYS, BLOCK_T, BLOCK_T if SQUARE else BLOCK_K // 8), tl.float32)
     if ONCE:
         acc, squares = _add_product(
@@ -161,19 +168,13 @@ def _linear_kernel(
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / num_inputs + eps)
         acc *= scale[None, :]
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+        acc += bias.to(tl.float32)[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, BLOCK_T)), (1, 2, 0)))
         acc = gate / (1.0 + tl.exp(-gate)) * up
-    output = (first + tl.arange(0, OUTPUTS))[:, None]
-    place = token[None, :].to(tl.int64) * num_outputs + output
-    stored = (output < num_outputs) & (token < num_tokens)[None, :]
     if residual_ptr is not None:
-        acc += tl.load(residual_ptr + place, mask=stored, other=0.0).to(tl.float32)
+        acc += residual.to(tl.float32)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=stored)
-
-
-SQ = False
 
 
 def launch(
@@ -201,7 +202,7 @@ def launch(
         GATED=gated, DOT=tiling.dot, EVEN=num_inputs % step == 0, ONCE=num_inputs <= step,
         BLOCK_T=tiling.block_t(num_tokens), ROWS=tiling.rows, WAYS=tiling.ways,
         BLOCK_K=tiling.block_k, AHEAD=_ahead(weight, tiling.rows, num_programs),
-        SIGNAL=tiling.signal, LAST=tiling.num_stages * step, SQ=SQ,
+        SIGNAL=tiling.signal, LAST=tiling.num_stages * step,
         THREADS=32 * tiling.num_warps,
         # Triton's interpreter cannot multiply in bfloat16.
         WIDE=INTERPRETED and x.dtype == torch.bfloat16,

@@ -97,30 +97,43 @@ ANYWHERE = Tiling(32, 1, 64, 1, 4)  # fits all shapes; good for few
 
 
 def default(shape: LinearShape, bucket: int) -> Decision:
-    """What to do unmeasured: as it was best on an H200, for Llama's sizes or SmolLM2's."""
-    small = shape.num_inputs <= 1024  # all inputs of a row at once
-    if bucket == 1:
-        if small:
-            return Tiling(8 if shape.num_outputs >= 2**15 else 4, 1, 1024, 4, dot=False)
-        return Tiling(2 if shape.num_outputs <= 4096 else 4, 1, 2048, 8, dot=False)
-    if bucket == 64 or (bucket > 8 and not small and shape.kind in ("norm", "gated")):
-        return None
-    if shape.kind in ("linear", "logits") and shape.num_outputs >= 2**14:
-        return Tiling(16 if bucket == 8 else 64, 1, 64, 1, 4) if small else Tiling(32, 2, 128, 2, 4)
-    if small:
-        return _default_of_small(shape, bucket)
-    if shape.kind == "gated":
-        return Tiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)
-    if shape.kind == "norm" and shape.num_outputs > 4096:
-        return Tiling(32, 2, 128, 2, 4, AFTER_LOOP)
-    if bucket == 8:
-        return Tiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)
-    return Tiling(32, 4, 64, 4, 5) if shape.num_outputs > 2048 else Tiling(16, 4, 128, 4, 5)
+    """What to do unmeasured: the first rule that fits, by what was best on an H200."""
+    for kinds, buckets, max_inputs, max_outputs, decision in _RULES:
+        fits = shape.num_inputs <= max_inputs and shape.num_outputs <= max_outputs
+        if fits and shape.kind in kinds and bucket in buckets:
+            return decision
+    return None
 
 
-def _default_of_small(shape: LinearShape, bucket: int) -> Tiling:
-    if bucket > 8 and shape.kind in ("norm", "gated"):
-        return Tiling(32 if shape.kind == "gated" else 16, 1, 64, 1, 5)
-    if shape.kind == "gated":
-        return Tiling(32, 4, 256, 4)
-    return Tiling(8 if bucket == 8 and shape.num_outputs <= 640 else 16, 4, 256, 4)
+_ANY = 2**31
+_NORMS = ("norm", "gated")
+_PLAIN = ("linear", "add", "logits")
+_RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] = (
+    # kinds, tokens, at most so many inputs and outputs: a tiling
+    (("norm",), (1,), 1024, _ANY, Tiling(8, 1, 1024, 4, dot=False)),
+    ((*_PLAIN, "gated"), (1,), 1024, 2**14, Tiling(4, 1, 1024, 4, dot=False)),
+    ((*_PLAIN, "gated"), (1,), 1024, _ANY, Tiling(8, 1, 1024, 4, dot=False)),
+    (_NORMS, (1,), _ANY, _ANY, Tiling(8, 1, 2048, 8, dot=False)),
+    (_PLAIN, (1,), _ANY, _ANY, Tiling(2, 1, 2048, 8, dot=False)),
+    # Small models.
+    (_PLAIN, (8,), 1024, 640, Tiling(8, 4, 256, 4)),
+    ((*_PLAIN, "norm"), (8, 16, 32), 1024, 2**14, Tiling(16, 4, 256, 4)),
+    (("gated",), (8,), 1024, _ANY, Tiling(32, 4, 256, 4)),
+    (("gated",), (16,), 1024, _ANY, Tiling(32, 1, 64, 1, 5)),
+    (_PLAIN, (8,), 1024, _ANY, Tiling(16, 1, 64, 1, 5)),
+    (_PLAIN, (16, 32), 1024, _ANY, Tiling(64, 1, 64, 1, 4)),
+    (_PLAIN, (8, 16, 32), 2047, 2**14, Tiling(16, 4, 128, 4, 4)),
+    # Large ones.
+    (("gated",), (8,), _ANY, _ANY, Tiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (8,), _ANY, 4096, Tiling(32, 2, 128, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (8,), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (_PLAIN, (8,), _ANY, 2048, Tiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)),
+    (_PLAIN, (8,), _ANY, 4096, Tiling(32, 4, 128, 4, 4)),
+    (_PLAIN, (8,), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (_PLAIN, (16, 32), _ANY, 2048, Tiling(16, 4, 128, 4, 5)),
+    (("add",), (16,), _ANY, _ANY, Tiling(16, 4, 128, 4, 5)),
+    (("add",), (32,), _ANY, _ANY, Tiling(32, 4, 64, 4, 5)),
+    (("logits",), (32,), _ANY, 2**16, None),
+    (("logits",), (16, 32), _ANY, _ANY, Tiling(64, 2, 64, 2, 4)),
+    (("logits",), (64,), _ANY, _ANY, Tiling(64, 1, 64, 1, 4)),
+)
