@@ -12,6 +12,7 @@ from stoop.cli.check import check
 from stoop.cli.compare import compare
 from stoop.cli.generate import generate
 from stoop.cli.pull import pull
+from stoop.cli.tune import tune
 from stoop.config.environ import log_level
 from stoop.config.errors import StoopError
 from stoop.version import __version__
@@ -28,6 +29,7 @@ app.command()(chat)
 app.command()(pull)
 app.command()(check)
 app.command()(compare)
+app.command()(tune)
 app.add_typer(bench, name="bench")
 
 

@@ -85,34 +85,42 @@ class Outcome:
 
     host: Verdict
     landed: torch.cuda.Event | None  # None: it is there
+    ring: "OutcomeRing"
 
     def wait(self) -> None:
         """This is where the host waits for the device."""
         if self.landed is not None:
             self.landed.synchronize()
 
+    def release(self) -> None:
+        """It has been read: the next may have its place."""
+        self.ring.free.append(self)
+
 
 class OutcomeRing:
-    """Pinned places for as many outcomes as may be under way."""
+    """Pinned places for as many outcomes as may be under way.
+
+    One whose launch failed, or whose reading did, never comes back: another takes its place, since
+    those of the steps around it are still to be read.
+    """
 
     def __init__(self, verdict: Verdict, size: int) -> None:
         self.verdict = verdict
-        self.cuda = verdict.packed.device.type == "cuda"
-        max_reqs = verdict.num_tokens.shape[0]
-        shape, dtype = verdict.packed.shape, verdict.packed.dtype
-        packed = [torch.zeros(shape, dtype=dtype, pin_memory=self.cuda) for _ in range(size)]
-        self._places = [Verdict.of(each, max_reqs) for each in packed]
-        self._events = [torch.cuda.Event() if self.cuda else None for _ in range(size)]
-        self._next = 0
+        self.free = [self._make() for _ in range(size)]
+
+    def _make(self) -> Outcome:
+        packed, max_reqs = self.verdict.packed, self.verdict.num_tokens.shape[0]
+        cuda = packed.device.type == "cuda"
+        host = torch.zeros(packed.shape, dtype=packed.dtype, pin_memory=cuda)
+        return Outcome(Verdict.of(host, max_reqs), torch.cuda.Event() if cuda else None, self)
 
     def send(self) -> Outcome:
         """Start the copy of what the step that was launched last will have found."""
-        host, event = self._places[self._next], self._events[self._next]
-        self._next = (self._next + 1) % len(self._places)
-        host.packed.copy_(self.verdict.packed, non_blocking=True)
-        if event is not None:
-            event.record()
-        return Outcome(host, event)
+        outcome = self.free.pop() if self.free else self._make()
+        outcome.host.packed.copy_(self.verdict.packed, non_blocking=True)
+        if outcome.landed is not None:
+            outcome.landed.record()
+        return outcome
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,7 @@ class LaunchedStep:
         counts = host.num_tokens[: batch.num_reqs].tolist()
         token_ids = host.token_ids[: batch.num_reqs].tolist()
         num_drafts = host.num_drafts[: batch.num_reqs].tolist()
+        self.outcome.release()
         tokens = [row[:count] for row, count in zip(token_ids, counts, strict=True)]
         scores, prompt_scores = self._scores(tokens) if self.wants_scores else ({}, {})
         rows = [

@@ -5,6 +5,7 @@ update, and the drafter's. A graph mode is a way of cutting that list: eager run
 graph of each forward pass, STEP replays all as one graph.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKi
 from stoop.graph.dispatch import BatchShape
 from stoop.models.loader import load_model
 from stoop.ops.inputs import commit_tokens
+from stoop.ops.kernels.linear_choice import LinearShape, recording
 from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
 from stoop.sampling.verifier import Verdict, Verifier
@@ -40,6 +42,8 @@ from stoop.worker.graphs import StepGraphs
 from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
 from stoop.worker.output import LaunchedStep, OutcomeRing, ScoreReader
 from stoop.worker.sanitized import StepSanitizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class ModelRunner:
         self.device = torch.device(config.device.device)
         self.block_size = config.cache.block_size
         prepare_device(config.device.device, config.device.dtype)
+        if self.device.type == "cuda":
+            follow_measured_products(self.device)
         self.model = load_model(config, report)
         self._make_state(config)
         decoders = [config.model] + ([config.head.decoder] if config.head else [])
@@ -301,6 +307,13 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return peak
 
+    @torch.inference_mode()
+    def find_products(self) -> list[LinearShape]:
+        """The matrix products of a step, for whoever wants to measure them."""
+        with recording() as found:
+            self._dummy_run()
+        return list(found)
+
     def _dummy_run(self) -> None:
         """A step of the largest size whose rows are all padding: only the null block is read."""
         schedule = self.config.schedule
@@ -333,6 +346,13 @@ class ModelRunner:
         if self.speculator is not None:
             descriptor = BatchExecutionDescriptor(RunMode.NONE, batch.num_tokens, max_reqs)
             self.speculator.propose(DraftStep(batch, descriptor, metadata, noise=True))
+
+
+def follow_measured_products(device: torch.device) -> None:
+    """Decide who multiplies few tokens as `stoop tune` found it on this GPU, if it was run."""
+    from stoop.ops.kernels.linear_tuning import follow_measured
+
+    log.info("matrix products of few tokens: %d measured", follow_measured(device))
 
 
 def _shape(rows: list[PlannedRow], needs: SamplingNeeds) -> BatchShape:

@@ -34,7 +34,7 @@ def test_version() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("generate", "chat", "pull", "bench", "check", "compare"):
+    for command in ("generate", "chat", "pull", "bench", "check", "compare", "tune"):
         assert command in done.stdout
 
 
@@ -252,3 +252,10 @@ def test_compare_needs_a_drafter() -> None:
     assert done.stderr.strip() == (
         "error: compare needs a drafter to compare with: give one with -sc"
     )
+
+
+def test_tune_is_for_gpus() -> None:
+    done = run("tune", "smollm2-135m", "--tokens", "0,8")
+    assert done.returncode == 2 and "--tokens 0,8: use numbers from 1 to 64" in done.stderr
+    done = run("tune", "smollm2-135m", "--device", "cpu", "--max-model-len", "64")
+    assert done.returncode == 2 and "tune measures a GPU" in done.stderr

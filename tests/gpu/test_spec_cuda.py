@@ -33,9 +33,14 @@ def test_float64_is_the_cpus(drafters: DrafterStore, name: str) -> None:
     assert ours.drafts == theirs.drafts
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 8])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["eagle-noisy", "eagle3-some", "ngram-right"])
+@pytest.mark.parametrize(
+    ("name", "mode", "num_tokens"),
+    [
+        (name, mode, (1, 3, 8)[(row + column) % 3])  # every pair of two of them
+        for row, name in enumerate(("eagle-noisy", "eagle3-some", "ngram-right"))
+        for column, mode in enumerate(MODES)
+    ],
+)
 def test_kernels_and_graphs_answer_as_plain_decoding(
     drafters: DrafterStore, name: str, mode: str, num_tokens: int
 ) -> None:

@@ -4,6 +4,7 @@ Numbers are those of the project's list. Left out are those of speculation, grap
 devices, and what needs a GPU (19: streams; 24: sleep and wake; 28: copy on write).
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -28,6 +29,8 @@ from stoop import SamplingParams
 from stoop.batch.staging import StagedWrites
 from stoop.core.request import Request
 from stoop.core.step import Admission, BlockAppend
+from stoop.sampling.verifier import Verdict
+from stoop.worker.output import Outcome, OutcomeRing
 
 PROMPTS = [[5, 6, 7], list(range(11, 24)), [5, 6, 7, 8, 9, 10, 11, 12, 13], [99]]
 GREEDY_24 = SamplingParams(temperature=0.0, max_tokens=24)
@@ -212,6 +215,26 @@ def test_invariant_18_each_step_stages_from_arrays_of_its_own(
     assert len(seen) > 10  # a batch that goes on as it is copies nothing
     assert all(np.array_equal(host, then) for host, then in seen)
     assert not any(np.shares_memory(a, b) for (a, _), (b, _) in pairwise(seen))
+
+
+def test_invariant_18_an_outcome_is_not_written_over_before_it_is_read() -> None:
+    """Not even if a launch failed behind its copy, and nobody will read that one."""
+    verdict = Verdict.make(2, 3, torch.device("cpu"))
+    ring = OutcomeRing(verdict, 2)
+    under_way: deque[tuple[int, Outcome]] = deque()
+    places = set()
+    for step in range(40):
+        if len(under_way) == 2:
+            number, outcome = under_way.popleft()
+            outcome.wait()
+            assert outcome.host.packed.tolist() == [number] * 10
+            outcome.release()
+        verdict.packed.fill_(step)
+        outcome = ring.send()
+        places.add(outcome.host.packed.data_ptr())
+        if step % 7:  # else it is lost
+            under_way.append((step, outcome))
+    assert len(places) <= 2 + 6
 
 
 def test_invariant_18_a_plan_is_not_changed_by_later_scheduling() -> None:

@@ -2,7 +2,8 @@
 
 The worker follows a plan as the real one does (slot state, block tables, token history) but in
 place of keys and values it records, for each place of each block, which text was written there.
-So a wrong, shared, stale or lost block shows in the step that reads it.
+So a wrong, shared, stale or lost block shows in the step that reads it. It stands for the device:
+steps are launched before the results of earlier ones are taken in, as many as the world's depth.
 
 It may draft too, right and wrong tokens at random. A drafter's place in a block is written with the
 token that follows as well, as an EAGLE head's is, so that a block which goes on otherwise is wrong.
@@ -71,7 +72,12 @@ NOBODYS = (-1, -1)  # what a rejected draft leaves: to read it is an error
 
 
 class BookkeepingWorker:
-    """Slot state as in `stoop.batch`, inputs as in `stoop.ops.inputs`, texts in place of KV."""
+    """The device: slot state as in `stoop.batch`, phases as in `stoop.ops`, texts in place of KV.
+
+    It runs plans in the order of their launch and follows its own counters, whatever the host
+    reckons with: a plan may be made before the host knows what earlier ones yielded, or that a
+    request has ended.
+    """
 
     def __init__(self, world: "World") -> None:
         self.world, self.block_size = world, world.block_size
@@ -83,25 +89,41 @@ class BookkeepingWorker:
         self.num_drafts = [0] * num_slots
         self.draft_limit = [0] * num_slots
         self.token_limit = [0] * num_slots
+        self.admissions: list[Admission | None] = [None] * num_slots
         self.block_table = [[NULL_BLOCK] * max_blocks for _ in range(num_slots)]
         self.written: dict[Place, tuple[int, int]] = {}  # place -> (text, token)
         self.draft_written: dict[Place, tuple[int, int]] = {}  # ... -> (text, token), one further
         self.luck = random.Random(0)
+        self.num_dead_rows = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, no_writes: set[int]) -> StepResult:
+        """no_writes: blocks that somebody else may read."""
         self._stage(plan)
-        contexts = [self.num_computed[row.slot] for row in plan.rows]
-        self._write_all(plan)
-        for row in plan.rows:  # a layer stores every row's KV before it attends to any
+        self.no_writes = no_writes
+        live = [row for row in plan.rows if not self.ended(row.slot)]
+        self.num_dead_rows += len(plan.rows) - len(live)
+        contexts = [self.num_computed[row.slot] for row in live]
+        counts = [self._num_live(row) for row in live]
+        self._write_all(live)
+        for row in live:  # a layer stores every row's KV before it attends to any
             self._check_reads(row)
-        live = [self._num_live(row) for row in plan.rows]
-        result = StepResult(plan.index, [self._answer(row) for row in plan.rows])
+        answers = {row.request_id: self._answer(row) for row in live}
         if self.world.drafter_has_kv:
-            self._draft_prefill(plan, contexts, live)
+            self._draft_prefill(live, contexts, counts)
         places: set[Place] = set()
-        for row in plan.rows:
+        for row in live:
             self._draft(row, places)
-        return result
+        dead = RowResult("", -1, [])
+        rows = [
+            dataclasses.replace(
+                answers.get(row.request_id, dead), request_id=row.request_id, epoch=row.epoch
+            )
+            for row in plan.rows
+        ]
+        return StepResult(plan.index, rows)
+
+    def ended(self, slot: int) -> bool:
+        return self.num_tokens[slot] >= self.token_limit[slot]
 
     def _stage(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
@@ -122,8 +144,9 @@ class BookkeepingWorker:
         self.draft_limit[slot] = admission.rules.num_drafts
         limit = admission.num_prompt_tokens + admission.rules.max_tokens
         self.token_limit[slot] = min(limit, self.world.max_model_len)
+        self.admissions[slot] = admission
 
-    def _text(self, slot: int, drafts: bool = False) -> list[int]:
+    def text(self, slot: int, drafts: bool = False) -> list[int]:
         count = self.num_tokens[slot] + (self.num_drafts[slot] if drafts else 0)
         return self.token_ids[slot][:count]
 
@@ -138,30 +161,34 @@ class BookkeepingWorker:
 
     def _claim(self, row: PlannedRow, position: int, places: set[Place]) -> Place:
         """A place that a row writes; nobody else may in the same phase."""
+        # What stands behind in its block table is a former holder's.
+        assert position < row.num_reserved, "a row writes behind what is reserved"
         place = self._place(row.slot, position)
         assert place[0] != NULL_BLOCK, "a live row writes the null block"
+        assert place[0] not in self.no_writes, "a block that others may read is written"
         assert place not in places, "two rows write one place"
         places.add(place)
         return place
 
-    def _write_all(self, plan: StepPlan) -> None:
+    def _write_all(self, rows: list[PlannedRow]) -> None:
         places: set[Place] = set()
-        for row in plan.rows:
+        for row in rows:
             start, known = self.num_computed[row.slot], self.num_tokens[row.slot]
-            assert row.num_computed == start, "host and device disagree on what is computed"
             decodes = known - start == 1 and start >= row.num_prompt_tokens
+            assert row.num_computed >= start, "the host's bound of what is computed is too low"
+            assert decodes or row.num_computed == start, "a chunk is not where the host thinks"
             decodes &= row.num_tokens == self.world.query_len  # one just resumed may have less
             assert decodes == row.decodes, "host and device disagree on who decodes"
             dead = row.num_tokens - self._num_live(row)
             assert not dead or row.decodes, "a row computes unknown tokens"
-            text = self._text(row.slot, drafts=True)
+            text = self.text(row.slot, drafts=True)
             keys = text_keys(text)
             for position in range(start, start + self._num_live(row)):
                 place = self._claim(row, position, places)
                 self.written[place] = (keys[position], text[position])
 
     def _check_reads(self, row: PlannedRow) -> None:
-        keys = text_keys(self._text(row.slot, drafts=True))
+        keys = text_keys(self.text(row.slot, drafts=True))
         length = self.num_computed[row.slot] + self._num_live(row)
         assert length <= row.seq_len, "the host's bound is too low"
         for position in range(length):
@@ -178,7 +205,7 @@ class BookkeepingWorker:
             return RowResult(row.request_id, row.epoch, [])
         verified = self.num_computed[slot] + live - self.num_tokens[slot]
         assert verified == self.num_drafts[slot], "a draft has no place in the step"
-        known, text = self.num_tokens[slot], self._text(slot)
+        known, text = self.num_tokens[slot], self.text(slot)
         drafts = self.token_ids[slot][known : known + verified]
         while True:
             text.append(next_token(text))
@@ -189,23 +216,33 @@ class BookkeepingWorker:
         self.num_tokens[slot] = len(text)
         self.num_computed[slot] = len(text) - 1
         self.num_drafts[slot] = 0
+        if self._stops(slot, known):
+            self.token_limit[slot] = 0
         return RowResult(row.request_id, row.epoch, text[known:], num_drafts=verified)
+
+    def _stops(self, slot: int, known: int) -> bool:
+        """Whether a stop token is among those taken; what stands behind it is taken too."""
+        admission = self.admissions[slot]
+        assert admission is not None
+        rules, text = admission.rules, self.text(slot)
+        first = max(known, admission.num_prompt_tokens + rules.params.min_tokens)
+        return any(token in rules.stop_ids for token in text[first:])
 
     # ---- the drafter ----
 
-    def _draft_prefill(self, plan: StepPlan, contexts: list[int], live: list[int]) -> None:
+    def _draft_prefill(self, rows: list[PlannedRow], contexts: list[int], live: list[int]) -> None:
         """Over the step's positions, each with the token that follows it."""
         places: set[Place] = set()
-        for row, start, count in zip(plan.rows, contexts, live, strict=True):
-            text = self._text(row.slot)
+        for row, start, count in zip(rows, contexts, live, strict=True):
+            text = self.text(row.slot)
             keys = text_keys(text)
             for position in range(start, start + count):
                 place = self._claim(row, position, places)
                 known = position + 1 < len(text)
                 value = (keys[position + 1], text[position + 1]) if known else NOBODYS
                 self.draft_written[place] = value
-        for row, start, count in zip(plan.rows, contexts, live, strict=True):
-            text = self._text(row.slot)
+        for row, start, count in zip(rows, contexts, live, strict=True):
+            text = self.text(row.slot)
             keys = text_keys(text)
             for position in range(min(start + count, len(text) - 1)):
                 found = self.draft_written.get(self._place(row.slot, position))
@@ -218,12 +255,10 @@ class BookkeepingWorker:
         room = min(self.draft_limit[slot], self.token_limit[slot] - 1 - known)
         for number in range(room if row.samples else 0):
             if number and self.world.drafter_has_kv:
-                position = known - 2 + number
-                assert position < row.num_reserved, "a drafter writes behind what is reserved"
-                place = self._claim(row, position, places)
+                place = self._claim(row, known - 2 + number, places)
                 self.draft_written[place] = NOBODYS
             right = self.luck.random() < 0.7
-            draft = next_token(self._text(slot, drafts=True)) if right else STOP
+            draft = next_token(self.text(slot, drafts=True)) if right else STOP
             self.token_ids[slot][known + number] = draft
             self.num_drafts[slot] += 1
 
@@ -239,7 +274,8 @@ class World:
     max_num_batched_tokens: int = 24
     chunked: bool = True
     prefix_caching: bool = True
-    depth: int = 1  # steps that may be under way before the first one's result is taken in
+    depth: int = 1  # steps that may be under way before the first one's result is taken in: the
+    # engine's run_ahead + 1
     num_drafts: int = 0  # K
     drafter_has_kv: bool = False
 
@@ -281,7 +317,7 @@ class World:
             max_num_batched_tokens=tokens,
             chunked=chunked,
             prefix_caching=rng.random() < 0.7,
-            depth=rng.choice((1, 1, 2, 3)),
+            depth=rng.choice((1, 2, 2, 3, 5)),
         )
 
 
@@ -316,6 +352,7 @@ class Simulation:
         stops: bool = True,
         min_tokens: int = 0,
         num_drafts: int | None = None,
+        request_id: str | None = None,
     ) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=None, min_tokens=min_tokens)
         rules = make_rules(
@@ -324,75 +361,96 @@ class Simulation:
             stop_ids=(STOP,) if stops else (),
             num_drafts=self.world.num_drafts if num_drafts is None else num_drafts,
         )
-        request = Request(f"r{len(self.requests)}", tuple(prompt), rules, priority)
+        name = f"r{len(self.requests)}" if request_id is None else request_id
+        request = Request(name, tuple(prompt), rules, priority)
         self.scheduler.add(request)
         self.requests.append(request)
         self.expected.append(undisturbed(request, self.world.max_model_len))
 
-    def abort(self, choice: int) -> None:
+    def abort(self, choice: int) -> str | None:
+        """Returns whom, while steps of theirs may be under way."""
         live = [r for r in self.requests if not r.finished]
-        if live:
-            request = live[choice % len(live)]
-            assert self.scheduler.abort(request.request_id) is request
-            self._check_books()
+        if not live:
+            return None
+        request = live[choice % len(live)]
+        assert self.scheduler.abort(request.request_id) is request
+        self._check_books()
+        return request.request_id
 
-    def launch(self) -> None:
-        before = self._snapshot()
-        plan = self.scheduler.schedule()
+    def launch(self) -> bool:
+        """Whether there was something to do before the next result is known."""
+        before, pending = self._snapshot(), bool(self.in_flight)
+        plan = self.scheduler.schedule(results_pending=pending)
+        preempted = self.scheduler.stats.num_preemptions > before["preemptions"]
+        assert not (pending and preempted), "preempted while results are under way"
+        if plan is None:
+            assert pending, "there is work, yet nothing is scheduled"
+            assert before == self._snapshot(), "something was done for no plan"
+            return False
         self.num_steps += 1
         self._check_plan(plan, before)
         self._check_books()
-        self.in_flight.append(self.worker.execute(plan))
+        self.in_flight.append(self.worker.execute(plan, self._shared_blocks()))
+        self._check_bounds()
+        return True
 
     def land(self) -> None:
         result = self.in_flight.popleft()
-        late = [r for r in map(self._late, result.rows) if r is not None]
-        before = [list(request.token_ids) for request in late]
+        late = {r.request_id for r in result.rows if self._is_late(r)}
+        before = {r: list(r.token_ids) for r in self.requests if r.request_id in late}
         rows = self.scheduler.update(result)
-        live = {request for request, _ in rows}
-        assert not live & set(late), "a late result counts as live"
-        for request, row in rows:
-            if row.token_ids and request.status is RequestStatus.RUNNING:
-                assert request.num_computed == request.num_tokens - 1, "drafts count as computed"
-        assert before == [request.token_ids for request in late], "a late result was taken in"
+        assert not late & {request.request_id for request, _ in rows}, "a late result counts"
+        assert all(r.token_ids == then for r, then in before.items()), "a late result was taken in"
         self._check_books()
+        self._check_bounds()
         self._check_answers()
-        if not self.in_flight:
-            self._check_cache()
+        self._check_cache()
+
+    @property
+    def may_launch(self) -> bool:
+        return len(self.in_flight) < self.world.depth
 
     def advance(self) -> None:
-        """Keep as many steps under way as the world allows."""
-        if self.scheduler.has_work and len(self.in_flight) < self.world.depth:
-            self.launch()
-        if len(self.in_flight) == self.world.depth or not self.scheduler.has_work:
-            while self.in_flight:
-                self.land()
-                if self.scheduler.has_work:
-                    break
+        """As the engine does: launch as far ahead as the world allows, then read one result.
+
+        With nothing left to do, results of dead steps stay under way until there is.
+        """
+        if self.scheduler.has_work:
+            while self.may_launch and self.launch():
+                pass
+            self.land()
 
     def drain(self) -> None:
         """No more arrivals: everybody finishes in a bounded number of steps."""
         num_open = sum(not r.finished for r in self.requests)
         bound = self.num_steps + self.world.depth * (num_open + 1) * 2 * self.world.max_model_len
-        while self.scheduler.has_work or self.in_flight:
+        while self.scheduler.has_work:
             assert self.num_steps <= bound, "somebody starves"
             self.advance()
+        while self.in_flight:
+            self.land()
         self.scheduler.check_idle()
         assert all(request.finished for request in self.requests)
+        num_generated = sum(request.num_output_tokens for request in self.requests)
+        assert self.scheduler.stats.num_generated_tokens == num_generated
 
     # ---- what must hold ----
 
-    def _late(self, row: RowResult) -> Request | None:
-        """The request of a row that was finished or preempted since it was launched."""
-        request = self.requests[int(row.request_id[1:])]
-        return request if request.finished or request.epoch != row.epoch else None
+    def _is_late(self, row: RowResult) -> bool:
+        """Whether its request was finished since it was launched; another may have its name."""
+        request = self.scheduler._requests.get(row.request_id)
+        return request is None or request.epoch != row.epoch
 
     def _snapshot(self) -> dict[str, Any]:
         scheduler = self.scheduler
         return {
             "waiting": list(scheduler.waiting),
             "running": list(scheduler.running),
-            "todo": {r: r.num_tokens - r.num_computed for r in scheduler.running},
+            "preemptions": scheduler.stats.num_preemptions,
+            "steps": scheduler.stats.num_steps,
+            "free": scheduler.pool.num_free,
+            "computed": [r.num_computed for r in scheduler.running],
+            "in flight": [list(r.in_flight) for r in scheduler.running],
         }
 
     def _check_plan(self, plan: StepPlan, before: dict[str, Any]) -> None:
@@ -409,9 +467,8 @@ class Simulation:
             assert not row.decodes or row.num_tokens == world.query_len, "a decode lacks places"
             past = row.num_computed + row.num_tokens
             assert row.seq_len == min(past, world.max_model_len)
-            assert row.num_reserved == min(past + world.lookahead, world.max_model_len)
-        if not self.in_flight:
-            assert plan.rows, "there is work, yet nothing is scheduled"
+            assert row.num_reserved >= min(past + world.lookahead, world.max_model_len)
+        assert plan.rows, "an empty plan"
         if not world.chunked:
             assert all(row.samples for row in plan.rows), "a chunk, with chunking off"
         self._check_order(plan, before)
@@ -432,21 +489,46 @@ class Simulation:
         for admission, request in zip(plan.admissions, admitted, strict=True):
             assert admission.token_ids == request.token_ids
             assert admission.slot == request.slot
-        for first in before["running"][:1]:
-            if before["todo"][first] > 0:  # else its result is still under way
+        for first, in_flight in zip(before["running"][:1], before["in flight"], strict=False):
+            # Its steps under way may end it, but unless they must, there is one more.
+            certain = first.num_tokens + sum(1 for count in in_flight if count)
+            limit = first.num_prompt_tokens + first.rules.max_tokens
+            if certain < min(limit, self.world.max_model_len):
                 assert first.request_id in rows, "the first in order makes no progress"
+            else:
+                assert first.request_id not in rows, "a step for one who is sure to have ended"
 
     def _check_writes(self, rows: dict[str, PlannedRow]) -> None:
-        """A block that a row writes is its own, not shared and not offered to others."""
-        scheduler, size = self.scheduler, self.world.block_size
-        for request in scheduler.running:
+        """What a row may write are its request's own blocks; the worker holds it to that."""
+        for request in self.scheduler.running:
             row = rows.get(request.request_id)
-            if row is None:
-                continue
-            assert len(request.block_ids) * size >= row.num_reserved, "too few blocks"
-            for block in request.block_ids[row.num_computed // size :]:
-                assert scheduler.pool.refs(block) == 1, "a block with two holders is written"
-                assert block not in scheduler.pool._cached, "a cached block is written"
+            if row is not None:
+                held = len(request.block_ids) * self.world.block_size
+                assert row.num_reserved == held, "the worker is told of other blocks"
+
+    def _shared_blocks(self) -> set[int]:
+        """Which nobody may write: of two holders, or offered to others."""
+        pool = self.scheduler.pool
+        shared = {b for b in range(1, self.world.num_blocks) if pool.refs(b) > 1}
+        return shared | set(pool._cached)
+
+    def _check_bounds(self) -> None:
+        """What the host reckons with is never below the device's numbers, nor what it knows
+        above them; with nothing of a request under way both are equal."""
+        worker = self.worker
+        under_way = Counter((row.request_id, row.epoch) for r in self.in_flight for row in r.rows)
+        for request in self.scheduler.running:
+            slot, num_steps = request.slot, under_way[request.request_id, request.epoch]
+            assert len(request.in_flight) == num_steps, "steps under way are miscounted"
+            blocks = worker.block_table[slot][: len(request.block_ids)]
+            assert blocks == request.block_ids, "the device has other blocks"
+            known, computed = worker.num_tokens[slot], worker.num_computed[slot]
+            assert request.num_tokens <= known <= request.num_expected, "tokens out of bounds"
+            assert computed <= request.num_computed, "more is computed than the host thinks"
+            assert worker.text(slot)[: request.num_tokens] == request.token_ids
+            if not num_steps:
+                assert (known, computed) == (request.num_tokens, request.num_computed)
+                assert not worker.ended(slot), "the host goes on with an ended request"
 
     def _check_books(self) -> None:
         scheduler = self.scheduler
@@ -459,8 +541,10 @@ class Simulation:
         assert sorted(slots) == list(range(self.world.max_num_seqs)), "slots leak"
         for queue in (scheduler.waiting, scheduler.running):
             assert [r.order for r in queue] == sorted(r.order for r in queue)
-        for request in scheduler.waiting:
-            assert request.slot == -1 and not request.block_ids
+        for request in [*scheduler.waiting, *self.requests]:
+            if request.status is not RequestStatus.RUNNING:
+                assert request.slot == -1 and not request.block_ids and not request.in_flight
+                assert request.num_expected == request.num_tokens, "tokens of no step"
         for request in scheduler.running:
             assert len(set(request.block_ids)) == len(request.block_ids)
 
@@ -495,7 +579,7 @@ class Traffic:
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(1, VOCAB) for _ in range(count)]
 
-    def _arrive(self) -> None:
+    def _arrive(self, name: str | None = None) -> None:
         rng, world = self.rng, self.sim.world
         length = rng.randint(1, rng.choice((4, world.max_model_len - 1)))
         shared = rng.randint(0, length) if rng.random() < 0.7 else 0
@@ -512,6 +596,7 @@ class Traffic:
             num_drafts=rng.choice((world.num_drafts, rng.randint(0, world.num_drafts)))
             if world.num_drafts
             else 0,
+            request_id=name,
         )
 
     def run(self, num_events: int) -> Simulation:
@@ -520,7 +605,9 @@ class Traffic:
             if self.rng.random() < busy:
                 self._arrive()
             if self.rng.random() < 0.06:
-                self.sim.abort(self.rng.randrange(100))
+                name = self.sim.abort(self.rng.randrange(100))
+                if name is not None and self.rng.random() < 0.5:
+                    self._arrive(name)  # the same name, while results of the other are under way
             self.sim.advance()
         self.sim.drain()
         return self.sim
@@ -544,6 +631,7 @@ def run_traffic(
         totals["limits"] += sum(r.num_tokens == limit for r in sim.requests)
         totals["drafted"] += stats.spec.num_draft_tokens
         totals["accepted"] += stats.spec.num_accepted_tokens
+        totals["dead"] += sim.worker.num_dead_rows
     return totals
 
 
@@ -555,14 +643,15 @@ def test_random_traffic_keeps_every_invariant(chunk: int) -> None:
     totals = run_traffic(range(chunk * 60, chunk * 60 + 60))
     # The traffic must reach what it is meant to test.
     assert totals["steps"] > 5000
-    assert min(totals[k] for k in ("preemptions", "hits", "aborts", "stops")) > 20, totals
+    kinds = ("preemptions", "hits", "aborts", "stops", "dead")
+    assert min(totals[k] for k in kinds) > 20, totals
 
 
 @pytest.mark.parametrize("chunk", range(4))
 def test_random_speculative_traffic_keeps_every_invariant(chunk: int) -> None:
     totals = run_traffic(range(chunk * 60, chunk * 60 + 60), World.draw_speculative)
     assert totals["steps"] > 3000
-    kinds = ("preemptions", "hits", "aborts", "stops", "limits")
+    kinds = ("preemptions", "hits", "aborts", "stops", "limits", "dead")
     assert min(totals[k] for k in kinds) > 20, totals
     assert totals["drafted"] > totals["accepted"] > 1000, totals
 
@@ -582,14 +671,14 @@ TIGHT_SPECULATIVE = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 9])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_tight_pool_preempts_and_still_answers_right(depth: int, prefix_caching: bool) -> None:
     world = World(**(vars(TIGHT) | {"depth": depth, "prefix_caching": prefix_caching}))
     assert run_traffic(range(6), world)["preemptions"] > 10
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 9])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("drafter_has_kv", [False, True])
 def test_tight_pool_of_a_speculative_engine(
@@ -626,6 +715,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         num_drafts=st.sampled_from((0, 0, 1, 2, 3)),
         drafter_has_kv=st.booleans(),
+        depth=st.sampled_from((1, 2, 3, 5)),
     )
     def begin(
         self,
@@ -635,6 +725,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         num_drafts: int,
         drafter_has_kv: bool,
+        depth: int,
     ) -> None:
         budget = max(budget if chunked else 12, 3 * (num_drafts + 1))
         self.sim = Simulation(
@@ -646,7 +737,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_num_batched_tokens=budget,
                 chunked=chunked,
                 prefix_caching=caching,
-                depth=2,
+                depth=depth,
                 num_drafts=num_drafts,
                 drafter_has_kv=drafter_has_kv and num_drafts > 0,
             )
@@ -656,15 +747,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=11),
         max_tokens=st.integers(1, 8),
         priority=st.integers(0, 1),
+        min_tokens=st.integers(0, 2),
     )
-    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
-        self.sim.add(prompt, max_tokens, priority)
+    def add(self, prompt: list[int], max_tokens: int, priority: int, min_tokens: int) -> None:
+        self.sim.add(prompt, max_tokens, priority, min_tokens=min_tokens)
 
     @rule(choice=st.integers(0, 9))
     def abort(self, choice: int) -> None:
         self.sim.abort(choice)
 
-    @precondition(lambda self: self.sim.scheduler.has_work and len(self.sim.in_flight) < 2)
+    @precondition(lambda self: self.sim.scheduler.has_work and self.sim.may_launch)
     @rule()
     def launch(self) -> None:
         self.sim.launch()
@@ -918,19 +1010,6 @@ def count_rejected_drafts(take_tokens: Any) -> Any:
     return mutant
 
 
-def offer_rejected_drafts(take_tokens: Any) -> Any:
-    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
-        computed = request.num_computed
-        take_tokens(self, request, row)
-        if not request.finished:
-            after, held = request.num_computed, len(request.block_ids) * self.block_size
-            request.num_computed = min(computed + 1, held)
-            self.prefix_cache.insert(request)
-            request.num_computed = after
-
-    return mutant
-
-
 def run_past_the_stop(stops: Any) -> Any:
     """The tokens behind the one that ends a request are kept as well."""
 
@@ -959,7 +1038,6 @@ SPECULATIVE_MUTANTS = [
     (Scheduler, "_num_reserved", reserve_beyond_the_model),
     (PrefixCache, "__init__", ignore_the_following_token),
     (Scheduler, "_take_tokens", count_rejected_drafts),
-    (Scheduler, "_take_tokens", offer_rejected_drafts),
     (Scheduler, "_stops", run_past_the_stop),
     (Scheduler, "_take_tokens", drop_the_rest_of_a_run),
     (Scheduler, "_num_wanted", decode_without_places),
@@ -995,3 +1073,166 @@ def test_traffic_notices_matches_that_ignore_tokens() -> None:
         pytest.raises(AssertionError, match="another text"),
     ):
         run_traffic(range(20))
+
+
+# ---- mutants of run-ahead ----
+
+
+def results_not_counted_off(land: Any) -> Any:
+    return lambda self: None
+
+
+def steps_kept_when_vacated(forget_steps: Any) -> Any:
+    return lambda self: None
+
+
+def bound_raised_by_one(launch: Any) -> Any:
+    """However many drafts may be accepted: the host's numbers fall behind the device's."""
+
+    def mutant(self: Request, num_tokens: int, num_yielded: int) -> None:
+        launch(self, *((1, 1) if num_yielded > 1 else (num_tokens, num_yielded)))
+
+    return mutant
+
+
+def a_step_yields_one(most_tokens: Any) -> Any:
+    return lambda self, request, num: min(1, most_tokens(self, request, num))
+
+
+def a_chunk_yields_one(most_tokens: Any) -> Any:
+    return lambda self, request, num: max(1, most_tokens(self, request, num))
+
+
+def offer_the_newest_token(insert: Any) -> Any:
+    """Its KV would be written by a step under way, which may find the request ended."""
+
+    def mutant(self: PrefixCache, request: Request) -> None:
+        insert(self, request)
+        filled = min(request.num_computed, request.num_tokens)
+        if self.enabled and filled == request.num_tokens and filled % self.block_size == 0:
+            request.token_ids.append(request.token_ids[-1])  # the guard looks at their number
+            insert(self, request)
+            request.token_ids.pop()
+
+    return mutant
+
+
+def preempt_while_pending(lacks_blocks: Any) -> Any:
+    return lambda self, *args: False
+
+
+def never_tell_that_results_are_pending(schedule: Any) -> Any:
+    return lambda self, results_pending=False: schedule(self)
+
+
+def take_late_results(update: Any) -> Any:
+    """By name alone: one who came back under the same name gets the other's tokens."""
+    return update_without_epochs(update)
+
+
+def bound_left_where_it_was(take_tokens: Any) -> Any:
+    """Rejected drafts stay in the bound, which then never comes down again."""
+
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        computed = request.num_computed
+        take_tokens(self, request, row)
+        if not request.finished:
+            request.num_computed = computed
+
+    return mutant
+
+
+def bound_lowered_to_what_is_known(take_tokens: Any) -> Any:
+    """As if nothing else were under way."""
+
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        take_tokens(self, request, row)
+        if not request.finished and row.token_ids:
+            request.num_computed = request.num_tokens - 1
+
+    return mutant
+
+
+def blocks_for_what_is_known(grow: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, num: int, draft: _Draft) -> bool:
+        computed = request.num_computed
+        request.num_computed = min(computed, request.num_tokens - 1)
+        found = grow(self, request, num, draft)
+        request.num_computed = computed
+        return bool(found)
+
+    return mutant
+
+
+def lengths_of_what_is_known(row: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, num: int) -> PlannedRow:
+        made = row(self, request, num)
+        return dataclasses.replace(made, seq_len=min(made.seq_len, request.num_tokens - 1 + num))
+
+    return mutant
+
+
+def ends_by_what_may_come(ends_in_flight: Any) -> Any:
+    return property(lambda self: self.num_expected >= self.token_limit)
+
+
+def never_sure_to_end(ends_in_flight: Any) -> Any:
+    return property(lambda self: False)
+
+
+def a_dead_row_yields_a_token(execute: Any) -> Any:
+    """The device's own: an ended request goes on, past its stop token."""
+
+    def mutant(self: BookkeepingWorker, plan: StepPlan, no_writes: set[int]) -> StepResult:
+        with patched(BookkeepingWorker, "ended", lambda _: lambda self, slot: False):
+            return execute(self, plan, no_writes)
+
+    return mutant
+
+
+RUN_AHEAD_MUTANTS = [
+    (Request, "land", results_not_counted_off, "miscounted"),
+    (Request, "forget_steps", steps_kept_when_vacated, "in_flight"),
+    (Request, "launch", bound_raised_by_one, "out of bounds|too low|host thinks"),
+    (Scheduler, "_most_tokens", a_step_yields_one, "computes nothing"),
+    (Scheduler, "_most_tokens", a_chunk_yields_one, "disagree|computes unknown|not where"),
+    (PrefixCache, "insert", offer_the_newest_token, "cached block|nobody wrote|others may read"),
+    (Scheduler, "_lacks_blocks", preempt_while_pending, "preempted while"),
+    (Scheduler, "schedule", never_tell_that_results_are_pending, "preempted while"),
+    (Scheduler, "update", take_late_results, "late result"),
+    (Scheduler, "_take_tokens", bound_left_where_it_was, "computes nothing|both|=="),
+    (Scheduler, "_take_tokens", bound_lowered_to_what_is_known, "too low|host thinks"),
+    (Scheduler, "_grow", blocks_for_what_is_known, "num_reserved|reserved"),
+    (Scheduler, "_row", lengths_of_what_is_known, "seq_len|too low"),
+    (Request, "ends_in_flight", ends_by_what_may_come, "no progress"),
+    (Request, "ends_in_flight", never_sure_to_end, "sure to have ended"),
+    (BookkeepingWorker, "execute", a_dead_row_yields_a_token, "."),
+]
+
+
+def run_ahead_world(rng: random.Random) -> World:
+    world = World.draw_speculative(rng) if rng.random() < 0.6 else World.draw(rng)
+    return dataclasses.replace(world, depth=rng.choice((2, 3, 5)))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "noticed"),
+    RUN_AHEAD_MUTANTS,
+    ids=[mutant.__name__ for _, _, mutant, _ in RUN_AHEAD_MUTANTS],
+)
+def test_run_ahead_traffic_notices_mutant(owner: Any, name: str, mutant: Any, noticed: str) -> None:
+    with patched(owner, name, mutant), pytest.raises(AssertionError, match=noticed):
+        run_traffic(range(40), run_ahead_world)
+
+
+def test_run_ahead_traffic_is_right_without_mutants() -> None:
+    """Else the test above would show nothing."""
+    totals = run_traffic(range(40), run_ahead_world)
+    assert totals["dead"] > 100 and totals["preemptions"] > 20, totals
+
+
+def test_plain_steps_have_no_dead_rows() -> None:
+    """The slow twin reads every result before it plans: nothing is launched in vain."""
+    plain = dataclasses.replace(TIGHT_SPECULATIVE, depth=1)
+    assert run_traffic(range(8), plain)["dead"] == 0
+    assert run_traffic(range(8), dataclasses.replace(plain, depth=3))["dead"] > 0

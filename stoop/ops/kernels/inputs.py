@@ -56,32 +56,12 @@ def _read_row(
 
 @triton.jit
 def _prepare_inputs_kernel(
-    token_ids_ptr,
-    num_tokens_ptr,
-    num_computed_ptr,
-    num_drafts_ptr,
-    token_limit_ptr,
-    block_table_ptr,
-    idx_mapping_ptr,
-    starts_ptr,
-    input_ids_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    context_lens_ptr,
-    seq_lens_ptr,
-    last_token_indices_ptr,
-    samples_ptr,
-    row_drafts_ptr,
-    row_slots_ptr,
-    sink,
-    token_ids_stride,
-    block_table_stride,
-    max_reqs,
-    max_tokens,
-    BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    token_ids_ptr, num_tokens_ptr, num_computed_ptr, num_drafts_ptr, token_limit_ptr,
+    block_table_ptr, idx_mapping_ptr, starts_ptr, input_ids_ptr, positions_ptr, slot_mapping_ptr,
+    context_lens_ptr, seq_lens_ptr, last_token_indices_ptr, samples_ptr, row_drafts_ptr,
+    row_slots_ptr, sink, token_ids_stride, block_table_stride, max_reqs, max_tokens,
+    BLOCK_SIZE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A block of rows and a block of tokens a program; tokens do not wait for their rows."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 

@@ -25,18 +25,31 @@ INTERPRETED = triton.knobs.runtime.interpret
 AHEAD_BYTES = 32 * 1024  # of weights that a program asks for before its inputs are there
 MAX_WAITING = 1024  # programs, more or less, that a GPU holds at a time
 AT_START = tl.constexpr(linear_choice.AT_START)
-WITH_LAST_LOADS = tl.constexpr(linear_choice.WITH_LAST_LOADS)
 AFTER_LOOP = tl.constexpr(linear_choice.AFTER_LOOP)
 
 
 @triton.jit
-def _prefetch(ptr, num_bytes):
-    """Ask the second-level cache for num_bytes at each pointer, all multiples of 16."""
+def _row(index, first, num_outputs, OUTPUTS: tl.constexpr):
+    """The weight's row of a program's row: its outputs, or all gates and then all ups.
+
+    Past the end the last row is read once more, which is cheaper than a mask.
+    """
+    return tl.minimum(first + index % OUTPUTS, num_outputs - 1) + index // OUTPUTS * num_outputs
+
+
+@triton.jit
+def _prefetch(
+    weight_ptr, first, num_outputs, num_inputs,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Ask the second-level cache for the first AHEAD bytes of each row, a multiple of 16."""
+    thread = tl.arange(0, THREADS)
+    row = _row(thread, first, num_outputs, OUTPUTS).to(tl.int64)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
-        [ptr.to(tl.int64), num_bytes],
+        [(weight_ptr + row * num_inputs).to(tl.int64), tl.where(thread < ROWS, AHEAD, 0)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -97,6 +110,43 @@ def _add_product(
     return acc, squares
 
 
+@triton.jit
+def _add_products(
+    acc, squares, rows_ptr, norm_ptr, x_ptr, k, spoken, num_inputs,
+    NORM: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    STEP: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All blocks of inputs. The next kernel may start when LAST inputs are left, if LAST is set."""
+    for start in range(0, num_inputs, STEP):
+        if LAST > 0:
+            let_next_start_if(start + LAST >= num_inputs, PDL)
+        live = start + k < num_inputs
+        weight = _load(rows_ptr, start + k, live, EVEN)
+        norm = _load(norm_ptr, start + k, live, EVEN)
+        acc, squares = _add_product(
+            acc, squares, weight, norm, x_ptr, start + k, live, spoken,
+            NORM, DOT, DOT, EVEN, WIDE,
+        )  # fmt: skip
+    return acc, squares
+
+
+@triton.jit
+def _sum_squares(squares, SQUARE: tl.constexpr):
+    """Of each token. squares: as above"""
+    if SQUARE:
+        token = tl.arange(0, squares.shape[1])
+        squares = tl.where(token[:, None] == token[None, :], tl.sum(squares, 0), 0.0)[None]
+    return tl.sum(tl.sum(squares, 2), 0)
+
+
+@triton.jit
+def _silu_and_mul(gate_up):
+    """[2n, tokens] to [n, tokens]"""
+    halves = tl.reshape(gate_up, (2, gate_up.shape[0] // 2, gate_up.shape[1]))
+    gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
@@ -107,14 +157,12 @@ def _linear_kernel(
     SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the weight times all tokens. In each block of WAYS * BLOCK_K inputs, every way is one
-    warp's: so none reads what another does, and the sums of all are added once, at the end."""
+    warp's: none reads what another does, and their sums are added once, at the end."""
     if SIGNAL == AT_START:
         let_next_start(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     first = tl.program_id(0) * OUTPUTS
-    row = tl.arange(0, ROWS)
-    # Past the end the last row is read once more, which is cheaper than a mask.
-    row = tl.minimum(first + row % OUTPUTS, num_outputs - 1) + row // OUTPUTS * num_outputs
+    row = _row(tl.arange(0, ROWS), first, num_outputs, OUTPUTS)
     far = row.to(tl.int64) * num_inputs
     rows_ptr = weight_ptr + (far[None, :, None] if DOT else far[:, None, None])
     k = tl.arange(0, WAYS)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
@@ -122,11 +170,7 @@ def _linear_kernel(
         weight = _load(rows_ptr, k, k < num_inputs, EVEN)
         norm = _load(norm_ptr, k, k < num_inputs, EVEN)
     elif AHEAD > 0:
-        piece = tl.arange(0, THREADS)  # a row each
-        ahead = tl.minimum(first + piece % OUTPUTS, num_outputs - 1)
-        ahead += piece // OUTPUTS * num_outputs
-        ahead_ptr = weight_ptr + ahead.to(tl.int64) * num_inputs
-        _prefetch(ahead_ptr, tl.where(piece < ROWS, AHEAD, 0))
+        _prefetch(weight_ptr, first, num_outputs, num_inputs, OUTPUTS, ROWS, AHEAD, THREADS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + row)
     wait_for_inputs(PDL)
@@ -145,33 +189,22 @@ def _linear_kernel(
     if ONCE:
         acc, squares = _add_product(
             acc, squares, weight, norm, x_ptr, k, k < num_inputs, spoken,
-            NORM, DOT, SQUARE, EVEN, WIDE,
+            NORM, DOT, False, EVEN, WIDE,
         )  # fmt: skip
     else:
-        for start in range(0, num_inputs, WAYS * BLOCK_K):
-            if SIGNAL == WITH_LAST_LOADS:
-                let_next_start_if(start + LAST >= num_inputs, PDL)
-            live = start + k < num_inputs
-            weight = _load(rows_ptr, start + k, live, EVEN)
-            norm = _load(norm_ptr, start + k, live, EVEN)
-            acc, squares = _add_product(
-                acc, squares, weight, norm, x_ptr, start + k, live, spoken,
-                NORM, DOT, SQUARE, EVEN, WIDE,
-            )  # fmt: skip
+        acc, squares = _add_products(
+            acc, squares, rows_ptr, norm_ptr, x_ptr, k, spoken, num_inputs,
+            NORM, DOT, EVEN, WIDE, WAYS * BLOCK_K, LAST, PDL,
+        )  # fmt: skip
     if SIGNAL == AFTER_LOOP:
         let_next_start(PDL)
-
     acc = tl.sum(acc, 0 if DOT else 2)
     if NORM:
-        if SQUARE:
-            squares = tl.where(token[:, None] == token[None, :], tl.sum(squares, 0), 0.0)[None]
-        scale = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / num_inputs + eps)
-        acc *= scale[None, :]
+        acc *= tl.rsqrt(_sum_squares(squares, SQUARE) / num_inputs + eps)[None, :]
     if bias_ptr is not None:
         acc += bias.to(tl.float32)[:, None]
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, BLOCK_T)), (1, 2, 0)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = _silu_and_mul(acc)
     if residual_ptr is not None:
         acc += residual.to(tl.float32)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=stored)
@@ -193,6 +226,7 @@ def launch(
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
     assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
+    assert tiling.dot or num_tokens == 1, (tiling, num_tokens)
     outputs = tiling.rows // 2 if gated else tiling.rows
     num_programs = triton.cdiv(num_outputs, outputs)
     step = tiling.ways * tiling.block_k
@@ -202,7 +236,8 @@ def launch(
         GATED=gated, DOT=tiling.dot, EVEN=num_inputs % step == 0, ONCE=num_inputs <= step,
         BLOCK_T=tiling.block_t(num_tokens), ROWS=tiling.rows, WAYS=tiling.ways,
         BLOCK_K=tiling.block_k, AHEAD=_ahead(weight, tiling.rows, num_programs),
-        SIGNAL=tiling.signal, LAST=tiling.num_stages * step,
+        SIGNAL=tiling.signal,
+        LAST=tiling.num_stages * step if tiling.signal == linear_choice.WITH_LAST_LOADS else 0,
         THREADS=32 * tiling.num_warps,
         # Triton's interpreter cannot multiply in bfloat16.
         WIDE=INTERPRETED and x.dtype == torch.bfloat16,

@@ -4,7 +4,8 @@ A decision is made once, by measurement (see linear_tuning.py) or else by rules,
 process: so a replayed graph and an eager call take the same path and give the same bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +61,18 @@ class Tiling:
 
 Decision = Tiling | None  # None: cuBLAS, with norm and activation as kernels of their own
 _decisions: dict[tuple[LinearShape, int], Decision] = {}
+_recorded: dict[LinearShape, None] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[dict[LinearShape, None]]:
+    """Note which products are asked for; cuBLAS serves them, and nothing is decided."""
+    global _recorded
+    _recorded = {}
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -68,11 +81,14 @@ def bucket_of(num_tokens: int) -> int:
 
 def uses_skinny(kind: Kind, x: Tensor, weight: Tensor) -> bool:
     """Whether our kernel serves this call. x: [tokens, inputs], weight: [outputs, inputs]"""
-    if not (0 < x.shape[0] <= MAX_TOKENS and x.dtype in HALF and uses_kernels(x)):
+    if x.dtype not in HALF or not uses_kernels(x):
         return False
-    return (
-        decide(LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype), x.shape[0]) is not None
-    )
+    shape = LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype)
+    if _recorded is not None:
+        _recorded[shape] = None
+        return False
+    few = 0 < x.shape[0] <= MAX_TOKENS and x.is_contiguous()
+    return few and decide(shape, x.shape[0]) is not None
 
 
 def decide(shape: LinearShape, num_tokens: int) -> Decision:

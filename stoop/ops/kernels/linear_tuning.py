@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
     """Ways to cut a product of so many tokens that are worth a trial."""
     if bucket == 1:
         return [Tiling(*t, dot=False) for t in _PLAIN]
-    if bucket > 32 and shape.kind in ("norm", "gated"):
-        return []  # squares as a product grow with the square of the tokens
+    if bucket > 32 and shape.kind not in ("linear", "logits"):
+        return []  # what is fused would not fit into registers
     whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
     if shape.num_inputs < 2048:
         return whole + [Tiling(*t) for t in _SHORT]
@@ -150,37 +150,43 @@ def time_graph(function: Callable[[], None]) -> float:
     return sorted(times)[REPEATS // 2]
 
 
-def tune(
-    shapes: Iterable[LinearShape],
-    tokens: Sequence[int],
-    device: torch.device,
-    report: Callable[[str], None],
-) -> None:
-    """Decide for these shapes, for batches as large as `tokens`: from the cache, or by trying.
+@dataclass(frozen=True)
+class Measured:
+    """What was found for one shape and bucket of tokens; times in microseconds."""
 
-    To be called before graphs are captured, and before the first product: later it is in vain.
-    """
+    shape: LinearShape
+    bucket: int
+    decision: Decision
+    time: float
+    cublas_time: float
+
+
+def tune(
+    shapes: Iterable[LinearShape], tokens: Sequence[int], device: torch.device
+) -> Iterator[Measured]:
+    """Measure what the cache folder does not know of these shapes, for batches as large as
+    `tokens`. What is found serves engines that start later."""
     path = _path(device)
-    known = load(path)
     buckets = sorted({bucket_of(n) for n in tokens})
-    fresh: dict[Key, Decision] = {}
     for shape in dict.fromkeys(shapes):
-        missing = [bucket for bucket in buckets if (shape, bucket) not in known]
+        missing = [bucket for bucket in buckets if (shape, bucket) not in load(path)]
         if not missing:
             continue
         trial = Trial(shape, device)
         for bucket in missing:
-            found = sorted(
-                trial.times(bucket, [None, *candidates(shape, bucket)]),
-                key=lambda pair: pair[0],
-            )
-            fresh[shape, bucket] = found[0][1]
-            cublas = next(time for time, tiling in found if tiling is None)
-            report(f"{shape} {bucket}: {found[0][0]:.2f} us by {found[0][1]}, cuBLAS {cublas:.2f}")
+            times = list(trial.times(bucket, [None, *candidates(shape, bucket)]))
+            best, decision = min(times, key=lambda pair: pair[0])
+            save(path, load(path) | {(shape, bucket): decision})
+            yield Measured(shape, bucket, decision, best, times[0][0])
         del trial
-    if fresh:
-        save(path, known | fresh)
-    install(known | fresh)
+
+
+def follow_measured(device: torch.device) -> int:
+    """Decide by what was measured on this GPU; returns for how many products. To be called before
+    the first of them."""
+    known = load(_path(device))
+    install(known)
+    return len(known)
 
 
 def _path(device: torch.device) -> Path:

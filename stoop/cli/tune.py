@@ -1,0 +1,60 @@
+"""`stoop tune`: who multiplies few tokens fastest on this GPU?"""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from stoop.cli.options import engine_flags
+from stoop.cli.start import start_llm
+from stoop.config.errors import ConfigError
+
+FIXED = ("graph_mode", "capture_sizes", "sanitize", "run_ahead", "tokenizer", "skip_tokenizer_init")
+
+
+def _tune_flags(command: Any) -> Any:
+    return engine_flags(command, without=FIXED)
+
+
+@_tune_flags
+def tune(
+    model: Annotated[
+        str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")
+    ] = "smollm2-135m",
+    tokens: Annotated[
+        str, typer.Option(help="tokens of a step to measure for, up to 64, with commas between")
+    ] = "1,8,16,32,64",
+    engine: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """Measure, for every matrix product of a model and of its drafter (-sc), whether cuBLAS or one
+    of our kernels is fastest; engines that start later on this GPU follow it.
+
+    Results are kept in the cache folder (STOOP_CACHE); what is known is not measured again. The
+    last line is JSON.
+    """
+    from stoop.ops.kernels.linear_choice import MAX_TOKENS
+
+    counts = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
+    if not all(1 <= count <= MAX_TOKENS for count in counts):
+        raise ConfigError(f"--tokens {tokens}: use numbers from 1 to {MAX_TOKENS}")
+    llm = start_llm(model, {**engine, "graph_mode": "none", "skip_tokenizer_init": True})
+    runner = llm.engine.runner
+    if runner.device.type != "cuda":
+        raise ConfigError("tune measures a GPU, and the engine is on a CPU: give --device cuda")
+    products = runner.find_products()
+    if not products:
+        dtype = llm.config.device.dtype
+        raise ConfigError(f"our products are for bfloat16 and float16, not {dtype}: give --dtype")
+    from stoop.ops.kernels.linear_tuning import tune as measure
+
+    rows = []
+    for found in measure(products, counts, runner.device):
+        shape, best = found.shape, "cuBLAS" if found.decision is None else "ours"
+        print(
+            f"{shape.kind:7} {shape.num_outputs:6} x {shape.num_inputs:<6} up to {found.bucket:2} "
+            f"tokens: {found.time:7.2f} us, {best} (cuBLAS {found.cublas_time:.2f})",
+            file=sys.stderr,
+        )
+        rows.append([shape.kind, shape.num_outputs, shape.num_inputs, found.bucket, best])
+    print(json.dumps({"products": len(products), "measured": rows}))
