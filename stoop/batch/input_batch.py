@@ -139,6 +139,7 @@ class InputBuffers:
             before = self._loaded
             if np.array_equal(before[0], idx_mapping) and np.array_equal(before[1], starts):
                 return
+        self._loaded = None  # in case that a copy fails
         self._copy_in(self.rows.idx_mapping, idx_mapping)
         self._copy_in(self.rows.query_start_loc, starts)
         self._loaded = (idx_mapping, starts)

@@ -120,6 +120,8 @@ def _cache(options: EngineOptions) -> CacheConfig:
 
 def _run_ahead(options: EngineOptions, device: str, backend: str) -> int:
     asked = options.run_ahead
+    if asked is not None and _integer("run_ahead", asked, least=0) > MAX_RUN_AHEAD:
+        raise ConfigError(f"run_ahead={asked}: use at most {MAX_RUN_AHEAD}")
     if backend == "flashinfer":  # its plans need lengths that only a result tells
         if asked:
             raise ConfigError(
@@ -129,8 +131,6 @@ def _run_ahead(options: EngineOptions, device: str, backend: str) -> int:
         return 0
     if asked is None:
         return 0 if device == "cpu" else 1
-    if _integer("run_ahead", asked, least=0) > MAX_RUN_AHEAD:
-        raise ConfigError(f"run_ahead={asked}: use at most {MAX_RUN_AHEAD}")
     return asked
 
 

@@ -21,7 +21,7 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.weights import WeightSlot, prefixed
 from stoop.models.llama import MLP, DecoderLayer, LlamaModel
-from stoop.ops.norm import join_embedded, join_norms
+from stoop.ops.norm import join_embedded, join_norms, take_and_norm, take_rows
 from stoop.ops.rope import Rotation
 
 
@@ -168,6 +168,17 @@ class EagleHead(nn.Module):
             return stream, stream
         normed = self.norm(stream)
         return normed, normed if self.spec.norm_output else stream
+
+    def take(self, stream: Tensor, index: Tensor | None, features: Tensor) -> Tensor:
+        """`finish` of the rows that `index` names, or of all: returns states, and leaves features
+        in a buffer, with zeros behind them."""
+        if self.norm is None:
+            take_rows(stream, index, features)
+            return features[: stream.shape[0] if index is None else index.shape[0]]
+        states = take_and_norm(stream, index, features, self.norm.weight, self.norm.eps)
+        if self.spec.norm_output:
+            features[: states.shape[0]].copy_(states)
+        return states
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, hidden_size] to [n, draft vocabulary], in float32 or better."""

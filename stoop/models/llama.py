@@ -16,6 +16,7 @@ from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.weights import WeightSlot, prefixed
+from stoop.ops.norm import rms_norm_into
 from stoop.ops.rope import Rotation
 
 
@@ -91,8 +92,10 @@ class LlamaModel(nn.Module):
         positions: Tensor,
         ctx: ForwardContext,
         taps: Sequence[int] = (),
+        out: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states.
+        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states, in `out` if
+        given.
 
         Returned with them: the residual stream as it enters each layer of `taps`, or, for the
         number of layers, as it leaves the last one.
@@ -106,7 +109,11 @@ class LlamaModel(nn.Module):
                 streams[index] = stream
             stream = layer(stream, rotation, ctx)
         streams[len(self.layers)] = stream
-        return self.norm(stream), [streams[tap] for tap in taps]
+        if out is None:
+            out = self.norm(stream)
+        else:
+            rms_norm_into(stream, self.norm.weight, self.norm.eps, out)
+        return out, [streams[tap] for tap in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] to [n, vocab_size], in float32 or better."""

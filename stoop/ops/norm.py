@@ -26,6 +26,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def rms_norm_into(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """As `rms_norm`, into rows of a buffer. out: as x"""
+    if uses_kernels(x):
+        kernels().rms_norm_(x, weight, eps, out)
+    else:
+        out.copy_(rms_norm(x, weight, eps))
+
+
 def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
     """Normalise each part by its own weight, and lay them side by side.
 
@@ -55,16 +63,25 @@ def join_embedded(
     return join_norms((embedded, features), (table_norm, feature_norm), eps)
 
 
-def take_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
-    """The rows of x that `index` names, then zeros to the end.
+def take_rows(x: Tensor, index: Tensor | None, out: Tensor) -> None:
+    """The rows of x that `index` names, or all, then zeros to the end.
 
     x: [tokens, n], index: [m] int64, out: [at least m, n]
     """
+    count = x.shape[0] if index is None else index.shape[0]
+    out[:count].copy_(x if index is None else x[index])
+    out[count:].zero_()
+
+
+def take_and_norm(
+    x: Tensor, index: Tensor | None, out: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """As `take_rows`; returns the rows that were taken, normalised. weight: [n]"""
+    count = x.shape[0] if index is None else index.shape[0]
     if uses_kernels(x):
-        kernels().take_rows_(x, index, out)
-        return
-    out[: index.shape[0]].copy_(x[index])
-    out[index.shape[0] :].zero_()
+        return kernels().take_and_norm(x, index, out, count, weight, eps)
+    take_rows(x, index, out)
+    return rms_norm(out[:count], weight, eps)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -48,8 +48,12 @@ class Verifier:
         state, slots = sampler.state, sampler.slots
         device = slots.token_ids.device
         self.rates: Tensor | None = None
+        self.accepts_none: Tensor | None = None  # [slots + 1, K] bool
         if spec and spec.synthetic_rates is not None:
             self.rates = torch.tensor(spec.synthetic_rates, device=device)
+            if not any(spec.synthetic_rates):  # so that a benchmark does not pay for chance
+                rows = state.seeds.shape[0]
+                self.accepts_none = torch.zeros(rows, self.num_drafts, device=device).bool()
         # What each draft was drawn from, by slot; only drafts that are drawn need it.
         self.draft_logits: Tensor | None = None
         if spec and spec.probabilistic:
@@ -76,7 +80,9 @@ class Verifier:
             chosen = self.sampler.draw(logits, where, needs)
         chosen = chosen.view(batch.num_reqs_padded, -1)
         accepts: Tensor | None = None
-        if chosen.shape[1] > 1 and self.rates is not None:
+        if chosen.shape[1] > 1 and self.accepts_none is not None:
+            accepts = self.accepts_none[: chosen.shape[0]]
+        elif chosen.shape[1] > 1 and self.rates is not None:
             rows = _Rows(self.sampler, batch, self.num_drafts)
             accepts = ops.accept_at_rate(self.rates, rows.seeds, rows.num_tokens)
         elif chosen.shape[1] > 1 and needs.noise and self.draft_logits is not None:

@@ -30,7 +30,6 @@ from stoop.graph.support import GraphSupport
 from stoop.models.eagle import EagleHead
 from stoop.ops import drafting as ops
 from stoop.ops.inputs import RowTensors, StepTensors
-from stoop.ops.norm import take_rows
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import NEVER, draw, greedy, temper_
 from stoop.spec.base import DraftSetup, DraftStep
@@ -121,15 +120,15 @@ class EagleSpeculator:
         features = self._target_features(batch.num_tokens_padded)
         stream = self.head(token_ids, features, batch.positions, context)
         last = self.prefill_inputs.last_token_indices[: batch.num_reqs_padded]
-        take_rows(stream, last, self.features)  # all of them: a draft decode may take more rows
-        self._draft(batch.num_reqs_padded, noise)
+        # Into all of the buffer: a draft decode may take more rows.
+        self._draft(self.head.take(stream, last, self.features), noise)
 
     def decode(self, batch: InputBatch, context: ForwardContext, noise: bool) -> None:
         """D: one more draft for each row that has room."""
         self._prepare_decode_inputs()
         features = self.features[: batch.num_reqs_padded]
-        features.copy_(self.head(batch.input_ids, features, batch.positions, context))
-        self._draft(batch.num_reqs_padded, noise)
+        stream = self.head(batch.input_ids, features, batch.positions, context)
+        self._draft(self.head.take(stream, None, features), noise)
 
     def _prepare_eagle_inputs(self) -> None:
         """Every buffer over its whole extent, with harmless values past the live part."""
@@ -153,12 +152,8 @@ class EagleSpeculator:
             return self.setup.hidden[:num_tokens]
         return self.head.condense(self.setup.taps[:num_tokens])
 
-    def _draft(self, num_rows: int, noise: bool) -> None:
-        """One draft for each of the first rows, from the stream in `features`."""
-        features = self.features[:num_rows]
-        states, onward = self.head.finish(features)
-        if onward is not features:
-            features.copy_(onward)
+    def _draft(self, states: Tensor, noise: bool) -> None:
+        """One draft for each of the first n rows. states: [n, hidden_size]"""
         logits = self.head.logits(states)
         if noise and self.setup.draft_logits is not None:
             self._draw_draft(logits, self.setup.draft_logits)

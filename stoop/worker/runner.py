@@ -244,8 +244,8 @@ class ModelRunner:
 
     def forward(self, batch: InputBatch, context: ForwardContext) -> None:
         """C: hidden states of all tokens, and the streams that the drafter taps."""
-        hidden, streams = self.model(batch.input_ids, batch.positions, context, self.tap_layers)
-        self.hidden[: batch.num_tokens_padded].copy_(hidden)
+        hidden = self.hidden[: batch.num_tokens_padded]
+        _, streams = self.model(batch.input_ids, batch.positions, context, self.tap_layers, hidden)
         if self.taps is not None:
             for index, stream in enumerate(streams):
                 self.taps[: batch.num_tokens_padded, index].copy_(stream)

@@ -115,8 +115,8 @@ def plans_of(k: int, length: int, planted: bool, monkeypatch: pytest.MonkeyPatch
             pass
     plans, schedule = [], llm.engine.scheduler.schedule
 
-    def spy() -> Any:
-        plan = schedule()
+    def spy(**pending: bool) -> Any:
+        plan = schedule(**pending)
         names = ("num_tokens", "num_computed", "seq_len", "samples", "decodes")
         plans.append([tuple(getattr(row, name) for name in names) for row in plan.rows])
         return plan

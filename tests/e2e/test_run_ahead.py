@@ -49,6 +49,7 @@ class Watch:
     depths: set[int] = field(default_factory=set)  # steps under way, with the one just launched
     num_drained: int = 0  # launches that had to wait for scores
     num_reused_slots: int = 0  # while a step of the former holder was under way
+    num_preemptions: int = 0
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,8 @@ class Watch:
         assert not any(launched.wants_scores for _, launched in under_way), "hidden states are lost"
         self.num_drained += any(row.rules.params.wants_scores for row in plan.rows)
         self.depths.add(len(under_way) + 1)
+        before, self.num_preemptions = self.num_preemptions, self.llm.metrics()["num_preemptions"]
+        assert not under_way or before == self.num_preemptions, "preempted with steps under way"
         slots = {row.slot for other, _ in under_way for row in other.rows}
         self.num_reused_slots += sum(admission.slot in slots for admission in plan.admissions)
         self.plans.append(plan)

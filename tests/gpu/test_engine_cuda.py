@@ -16,7 +16,12 @@ pytestmark = [
 ]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-SETTINGS = {"max_model_len": 400, "max_num_seqs": 6, "skip_tokenizer_init": True}
+SETTINGS = {
+    "max_model_len": 400,
+    "max_num_seqs": 6,
+    "skip_tokenizer_init": True,
+    "graph_mode": "none",
+}
 
 
 @pytest.fixture(scope="module")

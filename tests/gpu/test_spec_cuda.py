@@ -27,7 +27,8 @@ def drafters(tmp_path_factory: Any, checkpoints: Any) -> DrafterStore:
 def test_float64_is_the_cpus(drafters: DrafterStore, name: str) -> None:
     """The torch path on the GPU: answers and drafts, place by place."""
     drafter = drafters.get(name)
-    ours = run(make_llm(drafter, 3, device="cuda", attention_backend="reference"), 3)
+    options: dict[str, Any] = {"device": "cuda", "attention_backend": "reference", "run_ahead": 0}
+    ours = run(make_llm(drafter, 3, **options), 3)
     theirs = run(make_llm(drafter, 3), 3)
     assert ours.answers == theirs.answers
     assert ours.drafts == theirs.drafts
@@ -82,7 +83,8 @@ def test_steps_in_flight_change_nothing(drafters: DrafterStore, name: str, mode:
 
 
 def test_a_head_that_is_right_gives_k_plus_1_tokens_a_step(drafters: DrafterStore) -> None:
-    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode="step", **KERNELS)
+    right, options = drafters.get("eagle3-right"), {**KERNELS, "run_ahead": 0}
+    llm = make_llm(right, 3, graph_mode="step", **options)
     params = GREEDY.replace(max_tokens=1 + 5 * 4)
     before = llm.metrics()["num_steps"]
     (output,) = llm.generate([[5]], params)

@@ -60,16 +60,22 @@ def test_joined_embeddings_equal_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("count", [0, 1, 4])
-def test_taken_rows_are_followed_by_zeros(count: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", [None, [], [5], [5, 0, 5, 2]])
+def test_taken_rows_are_kept_and_normalised(index: list[int] | None, dtype: torch.dtype) -> None:
+    """Zeros follow them, whatever stood there."""
     from stoop.ops.kernels import norm as kernels
 
-    x = torch.randn(6, 1100)
-    index = torch.tensor([5, 0, 5, 2])[:count]
-    out = torch.full((4, 1100), 7.0)
-    kernels.take_rows_(x, index, out)
-    assert torch.equal(out[:count], x[index])
-    assert not out[count:].any()
+    x, weight = torch.randn(6, 1100).to(dtype), torch.rand(1100).to(dtype)
+    chosen = None if index is None else torch.tensor(index, dtype=torch.int64)
+    expected = x if chosen is None else x[chosen]
+    out = torch.full((8, 1100), 7.0, dtype=dtype)
+    normed = kernels.take_and_norm(x, chosen, out, len(expected), weight, 1e-5)
+    assert torch.equal(out[: len(expected)], expected)
+    assert not out[len(expected) :].any()
+    torch.testing.assert_close(
+        normed, reference.rms_norm(expected, weight, 1e-5), **tolerances(dtype)
+    )
 
 
 @pytest.mark.interpreted
@@ -93,8 +99,9 @@ def test_norms_compile_for_an_h200(size: int, dtype: torch.dtype) -> None:
         kernels.rms_norm(x, x[0], 1e-5)
         kernels.silu_and_mul(torch.zeros(4, 2 * size, dtype=dtype))
         kernels.join_embedded(torch.zeros(4, dtype=torch.int32), x, x[0], x, x[0], 1e-5)
-        kernels.take_rows_(x, torch.zeros(2, dtype=torch.int64), torch.zeros_like(x))
-    assert len(found) == 4
+        for index in (None, torch.zeros(4, dtype=torch.int64)):
+            kernels.take_and_norm(x, index, torch.zeros_like(x), 4, x[0], 1e-5)
+    assert len(found) == 5
     for compiled in found:
         print(compiled)
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0

@@ -159,10 +159,10 @@ def let_padding_draft_for_slot_0(patch: Patch) -> None:
     """Padded rows count as rows of a live slot."""
     commit = drafting.commit_draft
 
-    def aliased(slots: Any, step: Any, room: Any, token_ids: Any) -> Any:
+    def aliased(slots: Any, step: Any, room: Any, *rest: Any) -> Any:
         row_slots = torch.where(step.row_slots == slots.sink, 0, step.row_slots)
         roomy = torch.where(step.row_slots == slots.sink, 1, room)
-        return commit(slots, replace(step, row_slots=row_slots), roomy, token_ids)
+        return commit(slots, replace(step, row_slots=row_slots), roomy, *rest)
 
     patch.setattr(drafting, "commit_draft", aliased)
 

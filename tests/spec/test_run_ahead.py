@@ -10,6 +10,7 @@ import pytest
 from spec.drafters import GREEDY, DrafterStore, Trace, make_llm, pairwise, run
 from stoop import LLM
 from stoop.models import toy
+from stoop.scheduler.block_pool import NULL_BLOCK
 
 DRAFTERS = ("eagle-noisy", "eagle3-some", "eagle3-variant", "ngram-right")
 KS = (0, 1, 4)
@@ -102,3 +103,17 @@ def test_a_request_may_end_at_every_place_of_a_run(
             k: v for k, v in metrics.items() if k.startswith("spec_")
         }
         assert counted["num_preemptions"] == metrics["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [("eagle3-some", "reference"), ("eagle-noisy", "hostplan")]
+)
+def test_what_an_ended_row_looks_at_harms_nobody(
+    drafters: DrafterStore, in_step, name: str, backend: str
+) -> None:
+    """Its place in the batch stays: what it attends to there must not spread."""
+    llm = make_llm(drafters.get(name), 3, run_ahead=2, attention_backend=backend)
+    for cache in llm.engine.runner.kv_caches:
+        cache[:, NULL_BLOCK] = float("nan")
+    assert run(llm, 3).answers == in_step(name, 3).answers
+    assert all(bool(cache[:, NULL_BLOCK].isnan().all()) for cache in llm.engine.runner.kv_caches)

@@ -609,6 +609,22 @@ def test_a_stored_lm_head_goes_before_a_tied_one(tmp_path: Path) -> None:
     assert torch.equal(head.lm_head.weight, tensors["lm_head.weight"].double())
 
 
+@pytest.mark.parametrize("spec", COMPUTED.values(), ids=COMPUTED)
+@pytest.mark.parametrize("index", [None, [3, 0, 3]])
+def test_taken_rows_are_finished_ones(
+    tmp_path: Path, spec: HeadSpec, index: list[int] | None
+) -> None:
+    write(tmp_path, config_of(spec), make_tensors(spec))
+    head = load(tmp_path, spec)
+    stream = torch.randn(4, head.spec.decoder.hidden_size).double()
+    states, onward = head.finish(stream if index is None else stream[index])
+    features = torch.full((6, stream.shape[1]), 7.0).double()
+    chosen = None if index is None else torch.tensor(index)
+    assert torch.equal(head.take(stream, chosen, features), states)
+    assert torch.equal(features[: len(onward)], onward)
+    assert not features[len(onward) :].any()
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_copy_of_the_targets_embedding_is_shared(
     tmp_path: Path, same: bool, caplog: pytest.LogCaptureFixture

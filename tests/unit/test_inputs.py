@@ -4,6 +4,7 @@ import random
 from dataclasses import fields
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from slot_state import (
     Snapshot,
     no_stops,
     planned,
+    poison,
     poisoned_buffers,
     random_rows,
     random_state,
@@ -204,6 +206,55 @@ def test_nothing_of_a_large_step_remains_after_a_small_one() -> None:
         buffers.load_rows(planned(rows))
         buffers.fill(state.tensors, BLOCK)
         check_extents(buffers, state.tensors, rows)
+
+
+def test_rows_that_stay_as_they_are_need_no_copy_and_others_do() -> None:
+    """Whoever else writes the rows says so."""
+    buffers = poisoned_buffers()
+    copied: list[str] = []
+    copy_in = buffers._copy_in
+
+    def spy(target: torch.Tensor, host: np.ndarray) -> None:
+        copied.append("starts" if target is buffers.rows.query_start_loc else "slots")
+        copy_in(target, host)
+
+    buffers._copy_in = spy  # type: ignore[method-assign]
+    several = [Row(1, 9, 1, 10), Row(3, 4, 1, 5)]
+    grown = [Row(1, 10, 1, 11), Row(3, 5, 1, 6)]  # a step later
+    moved = [Row(1, 10, 1, 11), Row(2, 5, 1, 6)]
+    wider = [Row(1, 10, 2, 12), Row(2, 5, 1, 6)]
+    for rows, expected in ((several, 2), (grown, 0), (moved, 2), (wider, 2), (wider, 0)):
+        copied.clear()
+        buffers.load_rows(planned(rows))
+        assert len(copied) == expected
+        state = random_state(random.Random(1), rows)
+        buffers.fill(state.tensors, BLOCK)
+        check_extents(buffers, state.tensors, rows)
+    poison(buffers.rows)
+    buffers.forget_rows()
+    state = random_state(random.Random(1), wider)
+    buffers.load_rows(planned(wider))
+    buffers.fill(state.tensors, BLOCK)
+    check_extents(buffers, state.tensors, wider)
+
+
+def test_a_copy_of_rows_that_failed_is_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, first, second = poisoned_buffers(), [Row(1, 9, 1, 10)], [Row(2, 9, 2, 11)]
+    buffers.load_rows(planned(first))
+    copy_in = buffers._copy_in
+
+    def fails(target: torch.Tensor, host: np.ndarray) -> None:
+        if target is buffers.rows.query_start_loc:
+            raise KeyboardInterrupt
+        copy_in(target, host)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers, "_copy_in", fails)
+        with pytest.raises(KeyboardInterrupt):
+            buffers.load_rows(planned(second))
+    buffers.load_rows(planned(first))
+    assert buffers.rows.idx_mapping.tolist()[:2] == [1, -1]
+    assert buffers.rows.query_start_loc.tolist()[:3] == [0, 1, 1]
 
 
 def test_buffers_keep_their_addresses() -> None:

@@ -85,6 +85,39 @@ def test_invariant_15_host_counters_bound_device_counters(num_kv_blocks: int) ->
     assert (engine.scheduler.stats.num_preemptions > 0) == (num_kv_blocks == 18)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("num_kv_blocks", [128, 18])
+def test_invariant_15_bounds_hold_with_steps_under_way(num_kv_blocks: int, ahead: int) -> None:
+    """Drafts make the bounds loose; the device's numbers stay within them."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = make_llm(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        num_kv_blocks=num_kv_blocks,
+        run_ahead=ahead,
+        speculative_config=ngram,
+    )
+    engine, slots = llm.engine, llm.engine.runner.state.tensors
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(str(index), prompt, GREEDY_24.replace(ignore_eos=True))
+    loose = 0
+    while engine.has_work:
+        engine.step()
+        for request in engine.scheduler.running:
+            known = int(slots.num_tokens[request.slot])
+            computed = int(slots.num_computed[request.slot])
+            assert request.num_tokens <= known <= request.num_expected
+            assert computed <= request.num_computed
+            history = slots.token_ids[request.slot, : request.num_tokens].tolist()
+            assert history == request.token_ids
+            if request.in_flight:
+                loose += computed < request.num_computed
+            else:
+                assert (known, computed) == (request.num_tokens, request.num_computed)
+    assert loose > 5
+    assert (engine.scheduler.stats.num_preemptions > 0) == (num_kv_blocks == 18)
+
+
 # ---- 16: reused slots ----
 
 LADEN = SamplingParams(
@@ -125,6 +158,24 @@ def plain_request(kind: str) -> Request:
     return make_request(
         kind, [5, 6, 7], 16, params=PLAIN[kind], seed=9, stop_ids=(2,), bad_words=words
     )
+
+
+def test_invariant_16_a_like_request_in_the_same_slot_is_sampled_by_its_own_rules() -> None:
+    """The batch looks the same from one step to the next: one row of one token."""
+    llm = make_llm(max_num_seqs=1, enable_prefix_caching=False)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=1),
+        *(SamplingParams(temperature=3.0, seed=seed, max_tokens=1) for seed in range(4)),
+        SamplingParams(temperature=3.0, top_k=1, max_tokens=1),
+        SamplingParams(temperature=0.0, logit_bias={9: 100.0}, max_tokens=1),
+        SamplingParams(temperature=0.0, max_tokens=1),
+    ]
+    fresh = [
+        generate_ids(make_llm(max_num_seqs=1, enable_prefix_caching=False), [[5]], each)[0]
+        for each in params
+    ]
+    assert generate_ids(llm, [[5]] * len(params), params) == fresh
+    assert len({tuple(answer) for answer in fresh}) > 3
 
 
 @pytest.mark.parametrize("kind", PLAIN)

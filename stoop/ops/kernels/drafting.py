@@ -8,6 +8,7 @@ from torch import Tensor
 from stoop.ops.drafting import PrefillTensors
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors
 from stoop.ops.kernels.inputs import ROWS_PER_WARP, TOKENS_PER_PROGRAM, find_row
+from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
 
 HISTORY_BLOCK = 2048
@@ -99,8 +100,10 @@ def _prepare_draft_prefill_kernel(
     max_tokens,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of rows and a block of tokens a program."""
+    start_in_turn(PDL)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
     inside = place < max_reqs
@@ -158,6 +161,7 @@ def prepare_draft_prefill_(
         slot_mapping, context_lens, samples, row_slots, out_token_ids, last_token_indices, room,
         position_limit, token_ids.stride(0), max_reqs, max_tokens,
         BITS=(max_reqs - 1).bit_length(), BLOCK=TOKENS_PER_PROGRAM, num_warps=4,
+        **overlapping(room),
     )  # fmt: skip
 
 
@@ -201,8 +205,10 @@ def _prepare_draft_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of rows a program; each counts the live rows for itself."""
+    start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < max_reqs
     slot = tl.load(row_slots_ptr + row, mask=inside, other=0)
@@ -255,7 +261,7 @@ def prepare_draft_decode_(
         token_ids, num_tokens, num_drafts, block_table, idx_mapping, row_slots, room,
         query_start_loc, input_ids, positions, slot_mapping, context_lens, seq_lens,
         token_ids.stride(0), block_table.stride(0), max_reqs, BLOCK_SIZE=block_size,
-        ALL=triton.next_power_of_2(max_reqs), BLOCK=ROWS_PER_WARP, num_warps=1,
+        ALL=triton.next_power_of_2(max_reqs), BLOCK=ROWS_PER_WARP, num_warps=1, **overlapping(room),
     )  # fmt: skip
 
 
@@ -298,8 +304,10 @@ def _commit_draft_kernel(
     count,
     MAPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A lane a row, so that it alone reads and writes a slot; rows without room write none."""
+    start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
     slot = tl.load(row_slots_ptr + row, mask=inside, other=sink)
@@ -334,7 +342,7 @@ def commit_draft_(
     _commit_draft_kernel[(triton.cdiv(count, ROWS_PER_WARP),)](
         row_slots, room, drafts, drafts if d2t is None else d2t, num_tokens, token_ids, num_drafts,
         number, rows - 1, token_ids.stride(0), max_len, count, MAPS=d2t is not None,
-        BLOCK=ROWS_PER_WARP, num_warps=1,
+        BLOCK=ROWS_PER_WARP, num_warps=1, **overlapping(drafts),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, StopTensors
+from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
 
 TOKENS_PER_PROGRAM = 128
@@ -60,9 +61,10 @@ def _prepare_inputs_kernel(
     block_table_ptr, idx_mapping_ptr, starts_ptr, input_ids_ptr, positions_ptr, slot_mapping_ptr,
     context_lens_ptr, seq_lens_ptr, last_token_indices_ptr, samples_ptr, row_drafts_ptr,
     row_slots_ptr, sink, token_ids_stride, block_table_stride, max_reqs, max_tokens,
-    BLOCK_SIZE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of rows and a block of tokens a program; tokens do not wait for their rows."""
+    start_in_turn(PDL)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
     inside = place < max_reqs
@@ -135,6 +137,7 @@ def prepare_inputs_(
         last_token_indices, samples, row_drafts, row_slots, token_ids.shape[0] - 1,
         token_ids.stride(0), block_table.stride(0), max_reqs, max_tokens, BLOCK_SIZE=block_size,
         BITS=(max_reqs - 1).bit_length(), BLOCK=TOKENS_PER_PROGRAM, num_warps=4,
+        **overlapping(input_ids),
     )  # fmt: skip
 
 
@@ -150,30 +153,13 @@ def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block
 
 @triton.jit
 def _commit_tokens_kernel(
-    starts_ptr,
-    row_slots_ptr,
-    samples_ptr,
-    sampled_ptr,
-    num_sampled_ptr,
-    num_prompt_tokens_ptr,
-    min_tokens_ptr,
-    stop_counts_ptr,
-    stop_ids_ptr,
-    token_ids_ptr,
-    num_tokens_ptr,
-    num_computed_ptr,
-    num_drafts_ptr,
-    token_limit_ptr,
-    sink,
-    token_ids_stride,
-    stop_ids_stride,
-    max_len,
-    max_reqs,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    starts_ptr, row_slots_ptr, samples_ptr, sampled_ptr, num_sampled_ptr, num_prompt_tokens_ptr,
+    min_tokens_ptr, stop_counts_ptr, stop_ids_ptr, token_ids_ptr, num_tokens_ptr, num_computed_ptr,
+    num_drafts_ptr, token_limit_ptr, sink, token_ids_stride, stop_ids_stride, max_len, max_reqs,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One warp a block of rows; all is read before anything is written."""
+    start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(row_slots_ptr + row, mask=row < max_reqs, other=sink)
     live = slot != sink
@@ -241,7 +227,7 @@ def commit_tokens_(
         query_start_loc, row_slots, samples, sampled, num_sampled, num_prompt_tokens, min_tokens,
         stop_counts, stop_ids, token_ids, num_tokens, num_computed, num_drafts, token_limit,
         rows - 1, token_ids.stride(0), stop_ids.stride(0), max_len, max_reqs,
-        WIDTH=width, COLUMNS=columns, BLOCK=block, num_warps=1,
+        WIDTH=width, COLUMNS=columns, BLOCK=block, num_warps=1, **overlapping(sampled),
     )  # fmt: skip
 
 

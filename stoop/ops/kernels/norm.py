@@ -133,28 +133,50 @@ def join_embedded(
 
 
 @triton.jit
-def _take_rows_kernel(
-    x_ptr, index_ptr, out_ptr, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _take_and_norm_kernel(
+    x_ptr, index_ptr, weight_ptr, out_ptr, normed_ptr, count, size, eps,
+    INDEXED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row a program; those past `count` are zeroed."""
     start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    given = row < count
-    source = tl.load(index_ptr + row, mask=given, other=0)
+    column = tl.arange(0, BLOCK)
     live = column < size
-    x = tl.load(x_ptr + source * size + column, mask=live & given, other=0.0)
+    source = row
+    if INDEXED:
+        source = tl.load(index_ptr + row, mask=row < count, other=0)
+    x = tl.load(x_ptr + source * size + column, mask=live & (row < count), other=0.0)
     tl.store(out_ptr + row * size + column, x, mask=live)
+    if row < count:
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+        weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
+        tl.store(normed_ptr + row * size + column, wide * scale * weight, mask=live)
 
 
-@register("take_rows_(Tensor x, Tensor index, Tensor(a!) out) -> ()")
-def take_rows_(x: Tensor, index: Tensor, out: Tensor) -> None:
-    """x: [tokens, n], out: [rows, n], contiguous; index: [at most rows] int64"""
-    assert x.is_contiguous() and out.is_contiguous() and index.shape[0] <= out.shape[0]
-    rows, size = out.shape
-    block = min(1024, triton.next_power_of_2(size))
-    _take_rows_kernel[(rows, triton.cdiv(size, block))](
-        x, index, out, index.shape[0], size, BLOCK=block, num_warps=4, **overlapping(out)
-    )
+@register(
+    "take_and_norm_(Tensor x, Tensor? index, Tensor weight, float eps, Tensor(a!) out, "
+    "Tensor(b!) normed) -> ()"
+)
+def take_and_norm_(
+    x: Tensor, index: Tensor | None, weight: Tensor, eps: float, out: Tensor, normed: Tensor
+) -> None:
+    """x: [tokens, n], out: [rows, n], normed: [m, n], contiguous; index: [m] int64 or all"""
+    (rows, size), count = out.shape, normed.shape[0]
+    assert x.is_contiguous() and out.is_contiguous() and count <= rows
+    _take_and_norm_kernel[(rows,)](
+        x, x if index is None else index, weight, out, normed, count, size, eps,
+        INDEXED=index is not None, BLOCK=triton.next_power_of_2(size), num_warps=_num_warps(size),
+        **overlapping(x),
+    )  # fmt: skip
+
+
+def take_and_norm(
+    x: Tensor, index: Tensor | None, out: Tensor, count: int, weight: Tensor, eps: float
+) -> Tensor:
+    normed = x.new_empty(count, x.shape[1])
+    take_and_norm_(x, index, weight, eps, out, normed)
+    return normed
 
 
 @triton.jit

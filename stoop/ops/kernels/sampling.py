@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.kernels.random import gumbel_block
 from stoop.ops.library import register
 from stoop.ops.random import Purpose
@@ -64,7 +65,9 @@ def _candidates_kernel(
     PURPOSE: tl.constexpr,  # -1: no noise for any row
     TEMPERS: tl.constexpr,
     PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_in_turn(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column, x = load_part(logits_ptr + row * stride, part * PART, size, PART, 0.0)
     if PURPOSE >= 0:
@@ -80,7 +83,8 @@ def _candidates_kernel(
 
 
 @triton.jit
-def _best_kernel(packed_ptr, out_ptr, num_parts, WIDTH: tl.constexpr):
+def _best_kernel(packed_ptr, out_ptr, num_parts, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, WIDTH)
     packed = tl.load(
@@ -135,9 +139,9 @@ def _reduce(
     _candidates_kernel[(n, parts)](
         logits, slot, temperature, seeds, positions, packed,
         logits.stride(0), logits.shape[1], parts,
-        PURPOSE=purpose, TEMPERS=tempers, PART=PART, num_warps=8,
+        PURPOSE=purpose, TEMPERS=tempers, PART=PART, num_warps=8, **overlapping(logits),
     )  # fmt: skip
-    _best_kernel[(n,)](packed, out, parts, WIDTH=width(parts), num_warps=1)
+    _best_kernel[(n,)](packed, out, parts, WIDTH=width(parts), num_warps=1, **overlapping(out))
 
 
 def argmax(logits: Tensor) -> Tensor:

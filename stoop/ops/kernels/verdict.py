@@ -6,6 +6,7 @@ from torch import Tensor
 
 from stoop.ops.inputs import SlotTensors, StepTensors
 from stoop.ops.kernels.inputs import rows_per_warp
+from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
 
 
@@ -30,8 +31,10 @@ def _write_verdict_kernel(
     OUT_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """MATCHES: a draft stands if it is the token chosen in its place, else by its flag"""
+    start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     number = tl.arange(0, COLUMNS)[None, :]
     given = row < count
@@ -88,7 +91,7 @@ def write_verdict_(
         chosen, flags, token_ids, num_tokens, row_slots, row_drafts, samples, out_token_ids,
         out_num_tokens, out_num_drafts, count, max_reqs, chosen.stride(0), token_ids.stride(0),
         MATCHES=accepts is None, WIDTH=width, OUT_WIDTH=out_width, COLUMNS=columns,
-        BLOCK=block, num_warps=1,
+        BLOCK=block, num_warps=1, **overlapping(chosen),
     )  # fmt: skip
 
 

@@ -1,0 +1,174 @@
+"""The data of training: the target answers prompts through the engine itself.
+
+A head has to foresee what the target says, so the target writes the text. Some answers are greedy,
+some are drawn; those that run in circles are thrown away, for anybody can foresee them. Requests
+are fed as others finish, so that the batch stays full to the end.
+"""
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from stoop.core.outputs import CompletionOutput
+from stoop.core.sampling_params import SamplingParams
+from stoop.llm import LLM
+from stoop.train.prompts import OPENINGS, Conversation, Prompt, encode_prompts, user_turn_start
+from stoop.train.settings import DataSettings, Deadline, Say
+from stoop.train.shards import ShardStore
+
+LOOP_SIZE = 8  # tokens that come again
+LOOP_SHARE = 0.5  # of an answer, in tokens that came before
+INVENTED_TOKENS = 128  # longest invented prompt
+INVENTING_SHARE = 0.25  # of the time budget, at most
+FLUSH_SECONDS = 20.0
+
+
+class Ask(NamedTuple):
+    place: tuple[int, int]  # the prompt's key, and which of its answers this is
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+def is_loop(token_ids: Sequence[int], size: int = LOOP_SIZE, share: float = LOOP_SHARE) -> bool:
+    """Whether more than `share` of its runs of `size` tokens stood there before."""
+    runs = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
+    return len(runs) - len(set(runs)) > share * len(runs)
+
+
+def ask_all(
+    llm: LLM, asks: Iterable[Ask], deadline: Deadline
+) -> Iterator[tuple[Ask, CompletionOutput]]:
+    """Answers as they come; what is under way at the deadline is dropped."""
+    engine, feed = llm.engine, iter(asks)
+    limit = 2 * llm.config.schedule.max_num_seqs  # as many wait as run
+    under_way: dict[str, Ask] = {}
+    numbers = itertools.count(llm.num_requests)
+    try:
+        while not deadline.over:
+            for ask in itertools.islice(feed, limit - len(under_way)):
+                request_id = f"ask-{next(numbers)}"
+                engine.add_request(request_id, ask.prompt_ids, ask.params, final_only=True)
+                under_way[request_id] = ask
+            if not under_way:
+                return
+            for output in engine.step():
+                if output.finished:
+                    yield under_way.pop(output.request_id), output.outputs[0]
+    finally:
+        for request_id in under_way:
+            engine.abort_request(request_id)
+
+
+def plan_asks(
+    prompts: Sequence[Prompt], settings: DataSettings, seed: int, done: set[tuple[int, int]]
+) -> Iterator[Ask]:
+    """Every answer that is wanted and not there yet, in an order of its own for each seed."""
+    places = [(prompt, index) for index in range(settings.answers) for prompt in prompts]
+    random.Random(seed).shuffle(places)
+    for prompt, index in places:
+        if (prompt.key, index) in done:
+            continue
+        draw = random.Random(f"{seed}/{prompt.key}/{index}")
+        # A second greedy answer would be the first one again.
+        greedy = index == 0 and draw.random() < settings.greedy_share * settings.answers
+        params = SamplingParams(
+            temperature=0.0 if greedy else settings.temperature,
+            max_tokens=settings.max_answer,
+            seed=draw.getrandbits(62),
+            detokenize=False,
+        )
+        yield Ask((prompt.key, index), prompt.token_ids, params)
+
+
+def write_answers(
+    llm: LLM, asks: Iterable[Ask], store: ShardStore, deadline: Deadline, say: Say
+) -> None:
+    """Into shards, every few seconds."""
+    last = time.monotonic()
+    try:
+        for ask, answer in ask_all(llm, asks, deadline):
+            if is_loop(answer.token_ids):
+                store.drop_loop(ask.place)
+            else:
+                store.add(ask.prompt_ids, answer.token_ids, ask.place, ask.params.greedy)
+            if time.monotonic() - last > FLUSH_SECONDS:
+                last = _flush(store, last, say)
+    finally:
+        _flush(store, last, say)
+
+
+def _flush(store: ShardStore, last: float, say: Say) -> float:
+    now = time.monotonic()
+    store.flush(now - last)
+    counts = store.counts
+    asked = counts["answers"] + counts["loops_dropped"]
+    say(
+        f"data: {counts['answers']:,} answers of {counts['answer_tokens']:,} tokens, "
+        f"{counts['answer_tokens'] / max(counts['seconds'], 1e-9):,.0f} tokens/s, "
+        f"{counts['loops_dropped'] / max(asked, 1):.0%} dropped as loops"
+    )
+    return now
+
+
+def invent_prompts(
+    llm: LLM, path: Path, count: int, seed: int, deadline: Deadline, say: Say
+) -> list[Conversation]:
+    """User turns that the target writes itself, kept in `path`; a later run adds what is missing."""
+    known = _read_invented(path)
+    tokenizer = llm.get_tokenizer()
+
+    def asks() -> Iterator[Ask]:
+        first = max(known, default=-1) + 1
+        for attempt in range(first, first + 4 * count):  # a target that writes none has an end
+            if len(known) >= count:
+                return
+            opening = OPENINGS[attempt // 2 % len(OPENINGS)] if attempt % 2 else ""
+            start = user_turn_start(tokenizer, opening)
+            params = SamplingParams(max_tokens=INVENTED_TOKENS, top_p=0.95, seed=seed + attempt)
+            yield Ask((attempt, 0), start, params)
+
+    if len(known) < count:
+        with path.open("a", encoding="utf-8") as file:
+            for ask, answer in ask_all(llm, asks(), deadline.share(INVENTING_SHARE)):
+                attempt = ask.place[0]
+                opening = OPENINGS[attempt // 2 % len(OPENINGS)] if attempt % 2 else ""
+                text = (opening + answer.text).strip()
+                # What the length cut off is no prompt; nor is what the opening says alone.
+                if answer.finish_reason == "stop" and len(text) > len(opening) + 3:
+                    known[attempt] = text
+                    file.write(json.dumps({"attempt": attempt, "prompt": text}) + "\n")
+        say(f"data: {len(known):,} prompts invented")
+    texts = list(dict.fromkeys(known.values()))
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def _read_invented(path: Path) -> dict[int, str]:
+    if not path.exists():
+        return {}
+    records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return {record["attempt"]: record["prompt"] for record in records}
+
+
+def make_data(
+    llm: LLM,
+    folder: Path,
+    conversations: Sequence[Conversation],
+    settings: DataSettings,
+    seed: int,
+    deadline: Deadline,
+    say: Say,
+) -> None:
+    """The whole stage: invent, render, answer; a later run goes on where this one stops."""
+    store = ShardStore(folder, {"target": llm.options.model, "seed": seed})
+    found = list(conversations)
+    if settings.invent:
+        path = folder / "invented.jsonl"
+        found += invent_prompts(llm, path, settings.invent, seed, deadline, say)
+    room = llm.config.schedule.max_model_len - min(settings.max_answer, settings.max_len // 4)
+    prompts = list(encode_prompts(llm.get_tokenizer(), found, max_tokens=room))
+    say(f"data: {len(prompts):,} prompts of {len(found):,} are distinct and short enough")
+    write_answers(llm, plan_asks(prompts, settings, seed, store.done), store, deadline, say)

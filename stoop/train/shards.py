@@ -1,0 +1,164 @@
+"""Answers on disk: compact arrays, shard by shard, of which a run that was stopped finds its way.
+
+What is done is what stands in a shard, loops that were thrown away included; the manifest only sums
+up. A shard is written aside and then renamed, so that there is no half of one.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoop.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prompt and answer of every document, one behind the other."""
+
+    tokens: np.ndarray  # [tokens] int32
+    starts: np.ndarray  # [documents + 1] int64
+    prompt_lens: np.ndarray  # [documents] int32
+    greedy: np.ndarray  # [documents] bool
+    keys: np.ndarray  # [documents] uint64, of their prompts
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[documents] int64"""
+        return np.diff(self.starts)
+
+    def document(self, index: int) -> np.ndarray:
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    def count_answers(self, vocab_size: int) -> np.ndarray:
+        """[vocab_size]: how often each token comes in answers."""
+        place = np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths)
+        in_answer = place >= np.repeat(self.prompt_lens, self.lengths)
+        return np.bincount(self.tokens[in_answer], minlength=vocab_size)
+
+
+@dataclass
+class _Rows:
+    """A shard that is not written yet."""
+
+    documents: list[np.ndarray] = field(default_factory=list)
+    prompt_lens: list[int] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    done: list[tuple[int, int]] = field(default_factory=list)  # prompt, answer; loops too
+
+
+class ShardStore:
+    """The folder of shards; one process writes to it at a time."""
+
+    def __init__(self, folder: Path, origin: dict[str, Any]) -> None:
+        """`origin` is what all shards must have in common."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        known = _read_manifest(folder)
+        for name, value in origin.items():
+            if known and known.get(name) != value:
+                raise ConfigError(
+                    f"{folder} holds answers of {name} {known.get(name)!r}, not {value!r}: use "
+                    "another --out"
+                )
+        self.counts: dict[str, Any] = {**COUNTS, "seconds": known.get("seconds", 0.0), **origin}
+        self.done: set[tuple[int, int]] = set()
+        self._rows = _Rows()
+        for path in shard_files(folder):
+            self._take_in(np.load(path))
+
+    def _take_in(self, shard: Any) -> None:
+        self.done.update((int(key), int(index)) for key, index in shard["done"])
+        num_answers, num_prompt = len(shard["keys"]), int(shard["prompt_lens"].sum())
+        self.counts["answers"] += num_answers
+        self.counts["greedy"] += int(shard["greedy"].sum())
+        self.counts["prompt_tokens"] += num_prompt
+        self.counts["answer_tokens"] += len(shard["tokens"]) - num_prompt
+        self.counts["loops_dropped"] += len(shard["done"]) - num_answers
+
+    def add(self, prompt: list[int], answer: list[int], place: tuple[int, int], greedy: bool) -> None:
+        """place: the prompt's key and the answer's number"""
+        rows = self._rows
+        rows.documents.append(np.asarray(prompt + answer, dtype=np.int32))
+        rows.prompt_lens.append(len(prompt))
+        rows.greedy.append(greedy)
+        rows.keys.append(place[0])
+        rows.done.append(place)
+        self.counts["answers"] += 1
+        self.counts["greedy"] += greedy
+        self.counts["prompt_tokens"] += len(prompt)
+        self.counts["answer_tokens"] += len(answer)
+
+    def drop_loop(self, place: tuple[int, int]) -> None:
+        self._rows.done.append(place)
+        self.counts["loops_dropped"] += 1
+
+    def flush(self, seconds: float) -> None:
+        """Write what came in since the last time, which took so many seconds."""
+        rows = self._rows
+        self.counts["seconds"] += seconds
+        if rows.done:
+            tokens = np.concatenate([np.empty(0, np.int32), *rows.documents])
+            arrays = {
+                "tokens": tokens,
+                "lengths": np.array([len(each) for each in rows.documents], dtype=np.int32),
+                "prompt_lens": np.array(rows.prompt_lens, dtype=np.int32),
+                "greedy": np.array(rows.greedy, dtype=bool),
+                "keys": np.array(rows.keys, dtype=np.uint64),
+                "done": np.array(rows.done, dtype=np.uint64).reshape(-1, 2),
+            }
+            number = len(shard_files(self.folder))
+            aside = self.folder / "unfinished.npz"
+            np.savez(aside, **arrays)
+            os.replace(aside, self.folder / f"shard-{number:05d}.npz")
+        self._rows = _Rows()
+        write_json(self.folder / "manifest.json", self.counts)
+
+
+COUNTS = {
+    "answers": 0,
+    "greedy": 0,
+    "prompt_tokens": 0,
+    "answer_tokens": 0,
+    "loops_dropped": 0,
+    "seconds": 0.0,
+}
+
+
+def shard_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.npz"))
+
+
+def load_corpus(folder: Path) -> Corpus:
+    shards = [np.load(path) for path in shard_files(folder)]
+    if not sum(len(shard["lengths"]) for shard in shards):
+        raise ConfigError(f"{folder} has no answers to train on: run --stage data first")
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([shard[name] for shard in shards])
+
+    starts = np.concatenate(([0], np.cumsum(joined("lengths"), dtype=np.int64)))
+    return Corpus(joined("tokens"), starts, joined("prompt_lens"), joined("greedy"), joined("keys"))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def read_counts(folder: Path) -> dict[str, Any]:
+    """What the manifest of the answers says; zeros where there is none."""
+    return {**COUNTS, **_read_manifest(folder)}
+
+
+def write_json(path: Path, content: Any) -> None:
+    aside = path.with_suffix(".unfinished")
+    aside.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(aside, path)

@@ -1,0 +1,658 @@
+"""The scheduler against a worker that only keeps books.
+
+The worker follows a plan as the real one does (slot state, block tables, token history) but in
+place of keys and values it records, for each place of each block, which text was written there.
+So a wrong, shared, stale or lost block shows in the step that reads it. It stands for the device:
+steps are launched before the results of earlier ones are taken in, as many as the world's depth.
+
+It may draft too, right and wrong tokens at random. A drafter's place in a block is written with the
+token that follows as well, as an EAGLE head's is, so that a block which goes on otherwise is wrong.
+"""
+
+import dataclasses
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from helpers import make_rules
+
+from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.core.request import Request, RequestStatus
+from stoop.core.sampling_params import SamplingParams
+from stoop.core.step import Admission, PlannedRow, RowResult, StepPlan, StepResult
+from stoop.scheduler.block_pool import NULL_BLOCK
+from stoop.scheduler.scheduler import Scheduler
+
+VOCAB = 6
+STOP = 0
+_PRIME = 2**61 - 1
+
+
+def text_key(before: int, token: int) -> int:
+    """Names a whole text: the key of all but its last token, and that token."""
+    return (before * 1_000_003 + token + 1) % _PRIME
+
+
+def text_keys(tokens: list[int]) -> list[int]:
+    keys, key = [], 1
+    for token in tokens:
+        key = text_key(key, token)
+        keys.append(key)
+    return keys
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: any text has exactly one continuation."""
+    return random.Random(text_keys(tokens)[-1]).randrange(VOCAB)
+
+
+def undisturbed(request: Request, max_model_len: int) -> list[int]:
+    """What a request must answer, whatever else goes on."""
+    tokens = list(request.prompt_token_ids)
+    rules = request.rules
+    while True:
+        tokens.append(next_token(tokens))
+        num_output = len(tokens) - request.num_prompt_tokens
+        stopped = tokens[-1] in rules.stop_ids and num_output > rules.params.min_tokens
+        if stopped or num_output >= rules.max_tokens or len(tokens) >= max_model_len:
+            return tokens[request.num_prompt_tokens :]
+
+
+Place = tuple[int, int]  # block, and offset in it
+NOBODYS = (-1, -1)  # what a rejected draft leaves: to read it is an error
+
+
+class BookkeepingWorker:
+    """The device: slot state as in `stoop.batch`, phases as in `stoop.ops`, texts in place of KV.
+
+    It runs plans in the order of their launch and follows its own counters, whatever the host
+    reckons with: a plan may be made before the host knows what earlier ones yielded, or that a
+    request has ended.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self.world, self.block_size = world, world.block_size
+        num_slots, max_model_len = world.max_num_seqs, world.max_model_len
+        max_blocks = -(-max_model_len // world.block_size)
+        self.token_ids = [[-1] * max_model_len for _ in range(num_slots)]
+        self.num_tokens = [0] * num_slots
+        self.num_computed = [0] * num_slots
+        self.num_drafts = [0] * num_slots
+        self.draft_limit = [0] * num_slots
+        self.token_limit = [0] * num_slots
+        self.admissions: list[Admission | None] = [None] * num_slots
+        self.block_table = [[NULL_BLOCK] * max_blocks for _ in range(num_slots)]
+        self.written: dict[Place, tuple[int, int]] = {}  # place -> (text, token)
+        self.draft_written: dict[Place, tuple[int, int]] = {}  # ... -> (text, token), one further
+        self.luck = random.Random(0)
+        self.num_dead_rows = 0
+
+    def execute(self, plan: StepPlan, no_writes: set[int]) -> StepResult:
+        """no_writes: blocks that somebody else may read."""
+        self._stage(plan)
+        self.no_writes = no_writes
+        live = [row for row in plan.rows if not self.ended(row.slot)]
+        self.num_dead_rows += len(plan.rows) - len(live)
+        contexts = [self.num_computed[row.slot] for row in live]
+        counts = [self._num_live(row) for row in live]
+        self._write_all(live)
+        for row in live:  # a layer stores every row's KV before it attends to any
+            self._check_reads(row)
+        answers = {row.request_id: self._answer(row) for row in live}
+        if self.world.drafter_has_kv:
+            self._draft_prefill(live, contexts, counts)
+        places: set[Place] = set()
+        for row in live:
+            self._draft(row, places)
+        dead = RowResult("", -1, [])
+        rows = [
+            dataclasses.replace(
+                answers.get(row.request_id, dead), request_id=row.request_id, epoch=row.epoch
+            )
+            for row in plan.rows
+        ]
+        return StepResult(plan.index, rows)
+
+    def ended(self, slot: int) -> bool:
+        return self.num_tokens[slot] >= self.token_limit[slot]
+
+    def _stage(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self._admit(admission)
+        for append in plan.block_appends:
+            row = self.block_table[append.slot]
+            stop = append.start + len(append.block_ids)
+            assert stop <= len(row), "a block append overruns its row"
+            row[append.start : stop] = append.block_ids
+
+    def _admit(self, admission: Admission) -> None:
+        slot, tokens = admission.slot, admission.token_ids
+        assert len(tokens) < len(self.token_ids[slot]), "no room for an answer"
+        self.token_ids[slot][: len(tokens)] = tokens
+        self.num_tokens[slot] = len(tokens)
+        self.num_computed[slot] = admission.num_computed
+        self.num_drafts[slot] = 0
+        self.draft_limit[slot] = admission.rules.num_drafts
+        limit = admission.num_prompt_tokens + admission.rules.max_tokens
+        self.token_limit[slot] = min(limit, self.world.max_model_len)
+        self.admissions[slot] = admission
+
+    def text(self, slot: int, drafts: bool = False) -> list[int]:
+        count = self.num_tokens[slot] + (self.num_drafts[slot] if drafts else 0)
+        return self.token_ids[slot][:count]
+
+    def _place(self, slot: int, position: int) -> Place:
+        block = self.block_table[slot][position // self.block_size]
+        return block, position % self.block_size
+
+    def _num_live(self, row: PlannedRow) -> int:
+        slot = row.slot
+        known = self.num_tokens[slot] + self.num_drafts[slot]
+        return min(row.num_tokens, known - self.num_computed[slot])
+
+    def _claim(self, row: PlannedRow, position: int, places: set[Place]) -> Place:
+        """A place that a row writes; nobody else may in the same phase."""
+        # What stands behind in its block table is a former holder's.
+        assert position < row.num_reserved, "a row writes behind what is reserved"
+        place = self._place(row.slot, position)
+        assert place[0] != NULL_BLOCK, "a live row writes the null block"
+        assert place[0] not in self.no_writes, "a block that others may read is written"
+        assert place not in places, "two rows write one place"
+        places.add(place)
+        return place
+
+    def _write_all(self, rows: list[PlannedRow]) -> None:
+        places: set[Place] = set()
+        for row in rows:
+            start, known = self.num_computed[row.slot], self.num_tokens[row.slot]
+            decodes = known - start == 1 and start >= row.num_prompt_tokens
+            assert row.num_computed >= start, "the host's bound of what is computed is too low"
+            assert decodes or row.num_computed == start, "a chunk is not where the host thinks"
+            decodes &= row.num_tokens == self.world.query_len  # one just resumed may have less
+            assert decodes == row.decodes, "host and device disagree on who decodes"
+            dead = row.num_tokens - self._num_live(row)
+            assert not dead or row.decodes, "a row computes unknown tokens"
+            text = self.text(row.slot, drafts=True)
+            keys = text_keys(text)
+            for position in range(start, start + self._num_live(row)):
+                place = self._claim(row, position, places)
+                self.written[place] = (keys[position], text[position])
+
+    def _check_reads(self, row: PlannedRow) -> None:
+        keys = text_keys(self.text(row.slot, drafts=True))
+        length = self.num_computed[row.slot] + self._num_live(row)
+        assert length <= row.seq_len, "the host's bound is too low"
+        for position in range(length):
+            found = self.written.get(self._place(row.slot, position))
+            assert found is not None, f"{row.request_id} reads KV that nobody wrote"
+            assert found[0] == keys[position], f"{row.request_id} reads another text's KV"
+
+    def _answer(self, row: PlannedRow) -> RowResult:
+        slot, live = row.slot, self._num_live(row)
+        samples = self.num_computed[slot] + live >= self.num_tokens[slot]
+        assert samples == row.samples, "host and device disagree on who samples"
+        if not samples:
+            self.num_computed[slot] += row.num_tokens
+            return RowResult(row.request_id, row.epoch, [])
+        verified = self.num_computed[slot] + live - self.num_tokens[slot]
+        assert verified == self.num_drafts[slot], "a draft has no place in the step"
+        known, text = self.num_tokens[slot], self.text(slot)
+        drafts = self.token_ids[slot][known : known + verified]
+        while True:
+            text.append(next_token(text))
+            accepted = len(text) - known
+            if accepted > verified or drafts[accepted - 1] != text[-1]:
+                break
+        self.token_ids[slot][: len(text)] = text
+        self.num_tokens[slot] = len(text)
+        self.num_computed[slot] = len(text) - 1
+        self.num_drafts[slot] = 0
+        if self._stops(slot, known):
+            self.token_limit[slot] = 0
+        return RowResult(row.request_id, row.epoch, text[known:], num_drafts=verified)
+
+    def _stops(self, slot: int, known: int) -> bool:
+        """Whether a stop token is among those taken; what stands behind it is taken too."""
+        admission = self.admissions[slot]
+        assert admission is not None
+        rules, text = admission.rules, self.text(slot)
+        first = max(known, admission.num_prompt_tokens + rules.params.min_tokens)
+        return any(token in rules.stop_ids for token in text[first:])
+
+    # ---- the drafter ----
+
+    def _draft_prefill(self, rows: list[PlannedRow], contexts: list[int], live: list[int]) -> None:
+        """Over the step's positions, each with the token that follows it."""
+        places: set[Place] = set()
+        for row, start, count in zip(rows, contexts, live, strict=True):
+            text = self.text(row.slot)
+            keys = text_keys(text)
+            for position in range(start, start + count):
+                place = self._claim(row, position, places)
+                known = position + 1 < len(text)
+                value = (keys[position + 1], text[position + 1]) if known else NOBODYS
+                self.draft_written[place] = value
+        for row, start, count in zip(rows, contexts, live, strict=True):
+            text = self.text(row.slot)
+            keys = text_keys(text)
+            for position in range(min(start + count, len(text) - 1)):
+                found = self.draft_written.get(self._place(row.slot, position))
+                assert found is not None, f"{row.request_id} drafts from KV that nobody wrote"
+                assert found[0] == keys[position + 1], f"{row.request_id} drafts from another text"
+
+    def _draft(self, row: PlannedRow, places: set[Place]) -> None:
+        """Drafts behind the known tokens, and a drafter's KV of all but the last of them."""
+        slot, known = row.slot, self.num_tokens[row.slot]
+        room = min(self.draft_limit[slot], self.token_limit[slot] - 1 - known)
+        for number in range(room if row.samples else 0):
+            if number and self.world.drafter_has_kv:
+                place = self._claim(row, known - 2 + number, places)
+                self.draft_written[place] = NOBODYS
+            right = self.luck.random() < 0.7
+            draft = next_token(self.text(slot, drafts=True)) if right else STOP
+            self.token_ids[slot][known + number] = draft
+            self.num_drafts[slot] += 1
+
+
+@dataclass(frozen=True)
+class World:
+    """A configuration to run in."""
+
+    block_size: int = 4
+    num_blocks: int = 9
+    max_model_len: int = 24
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 24
+    chunked: bool = True
+    prefix_caching: bool = True
+    depth: int = 1  # steps that may be under way before the first one's result is taken in: the
+    # engine's run_ahead + 1
+    num_drafts: int = 0  # K
+    drafter_has_kv: bool = False
+
+    @property
+    def query_len(self) -> int:
+        return self.num_drafts + 1
+
+    @property
+    def lookahead(self) -> int:
+        return self.num_drafts - 1 if self.drafter_has_kv else 0
+
+    @staticmethod
+    def draw_speculative(rng: random.Random) -> "World":
+        world = World.draw(rng)
+        num_drafts = rng.randint(1, 4)
+        return dataclasses.replace(
+            world,
+            num_drafts=num_drafts,
+            drafter_has_kv=rng.random() < 0.7,
+            # As `resolve` asks: everybody may decode in one step.
+            max_num_batched_tokens=max(
+                world.max_num_batched_tokens, world.max_num_seqs * (num_drafts + 1)
+            ),
+        )
+
+    @staticmethod
+    def draw(rng: random.Random) -> "World":
+        block_size = rng.choice((1, 2, 4))
+        max_model_len = rng.randint(12, 28)
+        chunked = rng.random() < 0.7
+        max_num_seqs = rng.randint(1, 5)
+        least = -(-max_model_len // block_size)
+        tokens = rng.randint(max_num_seqs, 20) if chunked else max_model_len + rng.randint(0, 8)
+        return World(
+            block_size=block_size,
+            num_blocks=1 + least + rng.choice((0, 0, 1, 2, least)),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=tokens,
+            chunked=chunked,
+            prefix_caching=rng.random() < 0.7,
+            depth=rng.choice((1, 2, 2, 3, 5)),
+        )
+
+
+class Simulation:
+    """Scheduler, worker and every invariant that must hold between them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        config = ScheduleConfig(
+            world.max_model_len,
+            world.max_num_seqs,
+            world.max_num_batched_tokens,
+            world.chunked,
+            num_drafts=world.num_drafts,
+            drafter_has_kv=world.drafter_has_kv,
+        )
+        cache = CacheConfig(block_size=world.block_size, enable_prefix_caching=world.prefix_caching)
+        self.scheduler = Scheduler(config, cache, world.num_blocks)
+        self.worker = BookkeepingWorker(world)
+        self.in_flight: deque[StepResult] = deque()
+        self.requests: list[Request] = []
+        self.expected: list[list[int]] = []  # answers
+        self.num_steps = 0
+
+    # ---- what may happen ----
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        stops: bool = True,
+        min_tokens: int = 0,
+        num_drafts: int | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=None, min_tokens=min_tokens)
+        rules = make_rules(
+            max_tokens,
+            params,
+            stop_ids=(STOP,) if stops else (),
+            num_drafts=self.world.num_drafts if num_drafts is None else num_drafts,
+        )
+        name = f"r{len(self.requests)}" if request_id is None else request_id
+        request = Request(name, tuple(prompt), rules, priority)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        self.expected.append(undisturbed(request, self.world.max_model_len))
+
+    def abort(self, choice: int) -> str | None:
+        """Returns whom, while steps of theirs may be under way."""
+        live = [r for r in self.requests if not r.finished]
+        if not live:
+            return None
+        request = live[choice % len(live)]
+        assert self.scheduler.abort(request.request_id) is request
+        self._check_books()
+        return request.request_id
+
+    def launch(self) -> bool:
+        """Whether there was something to do before the next result is known."""
+        before, pending = self._snapshot(), bool(self.in_flight)
+        plan = self.scheduler.schedule(results_pending=pending)
+        preempted = self.scheduler.stats.num_preemptions > before["preemptions"]
+        assert not (pending and preempted), "preempted while results are under way"
+        if plan is None:
+            assert pending, "there is work, yet nothing is scheduled"
+            assert before == self._snapshot(), "something was done for no plan"
+            return False
+        self.num_steps += 1
+        self._check_plan(plan, before)
+        self._check_books()
+        self.in_flight.append(self.worker.execute(plan, self._shared_blocks()))
+        self._check_bounds()
+        return True
+
+    def land(self) -> None:
+        result = self.in_flight.popleft()
+        late = {r.request_id for r in result.rows if self._is_late(r)}
+        before = {r: list(r.token_ids) for r in self.requests if r.request_id in late}
+        rows = self.scheduler.update(result)
+        assert not late & {request.request_id for request, _ in rows}, "a late result counts"
+        assert all(r.token_ids == then for r, then in before.items()), "a late result was taken in"
+        self._check_books()
+        self._check_bounds()
+        self._check_answers()
+        self._check_cache()
+
+    @property
+    def may_launch(self) -> bool:
+        return len(self.in_flight) < self.world.depth
+
+    def advance(self) -> None:
+        """As the engine does: launch as far ahead as the world allows, then read one result.
+
+        With nothing left to do, results of dead steps stay under way until there is.
+        """
+        if self.scheduler.has_work:
+            while self.may_launch and self.launch():
+                pass
+            self.land()
+
+    def drain(self) -> None:
+        """No more arrivals: everybody finishes in a bounded number of steps."""
+        num_open = sum(not r.finished for r in self.requests)
+        bound = self.num_steps + self.world.depth * (num_open + 1) * 2 * self.world.max_model_len
+        while self.scheduler.has_work:
+            assert self.num_steps <= bound, "somebody starves"
+            self.advance()
+        while self.in_flight:
+            self.land()
+        self.scheduler.check_idle()
+        assert all(request.finished for request in self.requests)
+        num_generated = sum(request.num_output_tokens for request in self.requests)
+        assert self.scheduler.stats.num_generated_tokens == num_generated
+
+    # ---- what must hold ----
+
+    def _is_late(self, row: RowResult) -> bool:
+        """Whether its request was finished since it was launched; another may have its name."""
+        request = self.scheduler._requests.get(row.request_id)
+        return request is None or request.epoch != row.epoch
+
+    def _snapshot(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        return {
+            "waiting": list(scheduler.waiting),
+            "running": list(scheduler.running),
+            "preemptions": scheduler.stats.num_preemptions,
+            "steps": scheduler.stats.num_steps,
+            "free": scheduler.pool.num_free,
+            "computed": [r.num_computed for r in scheduler.running],
+            "in flight": [list(r.in_flight) for r in scheduler.running],
+        }
+
+    def _check_plan(self, plan: StepPlan, before: dict[str, Any]) -> None:
+        world, scheduler = self.world, self.scheduler
+        rows = {row.request_id: row for row in plan.rows}
+        assert plan.num_tokens <= world.max_num_batched_tokens, "over the token budget"
+        assert len(plan.rows) <= world.max_num_seqs
+        assert len(rows) == len(plan.rows), "a request has two rows"
+        assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot is used twice"
+        assert all(row.num_tokens >= 1 for row in plan.rows), "a row computes nothing"
+        order = [(not row.decodes, row.num_tokens) for row in plan.rows]
+        assert order == sorted(order), "decodes do not lead"
+        for row in plan.rows:
+            assert not row.decodes or row.num_tokens == world.query_len, "a decode lacks places"
+            past = row.num_computed + row.num_tokens
+            assert row.seq_len == min(past, world.max_model_len), "a wrong bound of lengths"
+            reserved = min(past + world.lookahead, world.max_model_len)
+            assert row.num_reserved >= reserved, "too few blocks"
+        assert plan.rows, "an empty plan"
+        if not world.chunked:
+            assert all(row.samples for row in plan.rows), "a chunk, with chunking off"
+        self._check_order(plan, before)
+        running = {r.request_id for r in scheduler.running}
+        assert set(rows) <= running
+        self._check_writes(rows)
+
+    def _check_order(self, plan: StepPlan, before: dict[str, Any]) -> None:
+        rows = {row.request_id for row in plan.rows}
+        running = self.scheduler.running
+        preempted = [r for r in before["running"] if r.status is RequestStatus.WAITING]
+        admitted = [r for r in before["waiting"] if r.status is RequestStatus.RUNNING]
+        if preempted:
+            assert not admitted, "an admission in a step that lacked blocks"
+            kept = [r.order for r in running]
+            assert not kept or max(kept) < min(r.order for r in preempted), "not the last went"
+        assert admitted == before["waiting"][: len(admitted)], "somebody jumped the queue"
+        for admission, request in zip(plan.admissions, admitted, strict=True):
+            assert admission.token_ids == request.token_ids
+            assert admission.slot == request.slot
+        for first, in_flight in zip(before["running"][:1], before["in flight"], strict=False):
+            # Its steps under way may end it, but unless they must, there is one more.
+            certain = first.num_tokens + sum(1 for count in in_flight if count)
+            limit = first.num_prompt_tokens + first.rules.max_tokens
+            if certain < min(limit, self.world.max_model_len):
+                assert first.request_id in rows, "the first in order makes no progress"
+            else:
+                assert first.request_id not in rows, "a step for one who is sure to have ended"
+
+    def _check_writes(self, rows: dict[str, PlannedRow]) -> None:
+        """What a row may write are its request's own blocks; the worker holds it to that."""
+        for request in self.scheduler.running:
+            row = rows.get(request.request_id)
+            if row is not None:
+                held = len(request.block_ids) * self.world.block_size
+                assert row.num_reserved == held, "the worker is told of other blocks"
+
+    def _shared_blocks(self) -> set[int]:
+        """Which nobody may write: of two holders, or offered to others."""
+        pool = self.scheduler.pool
+        shared = {b for b in range(1, self.world.num_blocks) if pool.refs(b) > 1}
+        return shared | set(pool._cached)
+
+    def _check_bounds(self) -> None:
+        """What the host reckons with is never below the device's numbers, nor what it knows
+        above them; with nothing of a request under way both are equal."""
+        worker = self.worker
+        under_way = Counter((row.request_id, row.epoch) for r in self.in_flight for row in r.rows)
+        for request in self.scheduler.running:
+            slot, num_steps = request.slot, under_way[request.request_id, request.epoch]
+            assert len(request.in_flight) == num_steps, "steps under way are miscounted"
+            blocks = worker.block_table[slot][: len(request.block_ids)]
+            assert blocks == request.block_ids, "the device has other blocks"
+            known, computed = worker.num_tokens[slot], worker.num_computed[slot]
+            assert request.num_tokens <= known <= request.num_expected, "tokens out of bounds"
+            assert computed <= request.num_computed, "more is computed than the host thinks"
+            assert worker.text(slot)[: request.num_tokens] == request.token_ids
+            if not num_steps:
+                both = (request.num_tokens, request.num_computed)
+                assert (known, computed) == both, "host and device differ with nothing under way"
+                assert not worker.ended(slot), "the host goes on with an ended request"
+
+    def _check_books(self) -> None:
+        scheduler = self.scheduler
+        scheduler.pool.check()
+        holders = Counter(b for r in scheduler.running for b in r.block_ids)
+        assert NULL_BLOCK not in holders, "the null block was handed out"
+        for block in range(1, self.world.num_blocks):
+            assert scheduler.pool.refs(block) == holders[block], f"block {block} leaks"
+        slots = [r.slot for r in scheduler.running] + scheduler._free_slots
+        assert sorted(slots) == list(range(self.world.max_num_seqs)), "slots leak"
+        for queue in (scheduler.waiting, scheduler.running):
+            assert [r.order for r in queue] == sorted(r.order for r in queue)
+        for request in [*scheduler.waiting, *self.requests]:
+            if request.status is not RequestStatus.RUNNING:
+                held = request.slot != -1 or request.block_ids
+                assert not held and not request.in_flight, "not running, yet it holds something"
+                assert request.num_expected == request.num_tokens, "tokens of no step"
+        for request in scheduler.running:
+            assert len(set(request.block_ids)) == len(request.block_ids)
+
+    def _check_answers(self) -> None:
+        for request, expected in zip(self.requests, self.expected, strict=True):
+            found = request.output_token_ids
+            assert found == expected[: len(found)], f"{request.request_id} answers wrong"
+            if request.finished and request.finish_reason != "abort":
+                assert found == expected, f"{request.request_id} ended early"
+
+    def _check_cache(self) -> None:
+        """Every cached block holds the tokens that its entry names."""
+        size, worker = self.world.block_size, self.worker
+        for entry in self.scheduler.prefix_cache._entries.values():
+            assert len(entry.tokens) == size + self.world.drafter_has_kv
+            for offset, token in enumerate(entry.tokens[:size]):
+                found = worker.written.get((entry.block, offset))
+                assert found is not None and found[1] == token, "a cached block holds other tokens"
+            for offset, token in enumerate(entry.tokens[1:] if self.world.drafter_has_kv else ()):
+                found = worker.draft_written.get((entry.block, offset))
+                assert found is not None and found[1] == token, "a cached block goes on otherwise"
+
+
+class Traffic:
+    """Random arrivals, aborts and steps."""
+
+    def __init__(self, seed: int, world: World | Callable[[random.Random], World]) -> None:
+        self.rng = random.Random(seed)
+        self.sim = Simulation(world if isinstance(world, World) else world(self.rng))
+        self.prefixes = [self._tokens(self.sim.world.max_model_len) for _ in range(3)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(1, VOCAB) for _ in range(count)]
+
+    def _arrive(self, name: str | None = None) -> None:
+        rng, world = self.rng, self.sim.world
+        length = rng.randint(1, rng.choice((4, world.max_model_len - 1)))
+        shared = rng.randint(0, length) if rng.random() < 0.7 else 0
+        prompt = rng.choice(self.prefixes)[:shared] + self._tokens(length - shared)
+        # Also what somebody else has generated, as a second turn of a conversation.
+        if self.sim.requests and rng.random() < 0.3:
+            prompt = rng.choice(self.sim.requests).token_ids[: world.max_model_len - 1]
+        self.sim.add(
+            prompt,
+            max_tokens=rng.randint(1, 24),
+            priority=rng.choice((0, 0, 1, -1)),
+            stops=rng.random() < 0.3,
+            min_tokens=rng.choice((0, 3)),
+            num_drafts=rng.choice((world.num_drafts, rng.randint(0, world.num_drafts)))
+            if world.num_drafts
+            else 0,
+            request_id=name,
+        )
+
+    def run(self, num_events: int) -> Simulation:
+        busy = self.rng.uniform(0.05, 0.6)
+        for _ in range(num_events):
+            if self.rng.random() < busy:
+                self._arrive()
+            if self.rng.random() < 0.06:
+                name = self.sim.abort(self.rng.randrange(100))
+                if name is not None and self.rng.random() < 0.5:
+                    self._arrive(name)  # the same name, while results of the other are under way
+            self.sim.advance()
+        self.sim.drain()
+        return self.sim
+
+
+def run_traffic(
+    seeds: range,
+    world: World | Callable[[random.Random], World] = World.draw,
+    num_events: int = 60,
+) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        sim = Traffic(seed, world).run(num_events)
+        stats = sim.scheduler.stats
+        totals["steps"] += sim.num_steps
+        totals["preemptions"] += stats.num_preemptions
+        totals["hits"] += sim.scheduler.prefix_cache.num_hit_tokens
+        totals["aborts"] += sum(r.finish_reason == "abort" for r in sim.requests)
+        totals["stops"] += sum(r.finish_reason == "stop" for r in sim.requests)
+        limit = sim.world.max_model_len
+        totals["limits"] += sum(r.num_tokens == limit for r in sim.requests)
+        totals["drafted"] += stats.spec.num_draft_tokens
+        totals["accepted"] += stats.spec.num_accepted_tokens
+        totals["dead"] += sim.worker.num_dead_rows
+    return totals
+
+
+# ---- worlds ----
+
+# Many decodes beside a long prompt that may take their blocks from them.
+CROWDED = World(
+    block_size=1,
+    num_blocks=60,
+    max_model_len=28,
+    max_num_seqs=8,
+    max_num_batched_tokens=9,
+    prefix_caching=False,
+)
+TIGHT = World(block_size=2, num_blocks=13, max_model_len=24, max_num_batched_tokens=8)
+TIGHT_SPECULATIVE = dataclasses.replace(
+    TIGHT, max_num_batched_tokens=16, num_drafts=3, drafter_has_kv=True
+)
+
+
+def run_ahead_world(rng: random.Random) -> World:
+    world = World.draw_speculative(rng) if rng.random() < 0.6 else World.draw(rng)
+    return dataclasses.replace(world, depth=rng.choice((2, 3, 5)))
+
+
+def run_traffic_of_all_kinds() -> None:
+    run_traffic(range(30))
+    run_traffic(range(30), CROWDED)

@@ -1,0 +1,453 @@
+"""Bugs put back into the scheduler, one at a time: the traffic must notice each."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from scheduler_world import (
+    BookkeepingWorker,
+    World,
+    run_ahead_world,
+    run_traffic,
+    run_traffic_of_all_kinds,
+)
+
+from stoop.core.request import Request
+from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
+from stoop.scheduler import prefix_cache as prefix_cache_module
+from stoop.scheduler.block_pool import BlockPool
+from stoop.scheduler.prefix_cache import PrefixCache
+from stoop.scheduler.scheduler import Scheduler, _Draft
+
+
+@contextmanager
+def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, make(getattr(owner, name)))
+        yield
+
+
+def allocate_without_evicting(allocate: Any) -> Any:
+    def mutant(self: BlockPool, count: int) -> list[int]:
+        self._cached = set()
+        return allocate(self, count)
+
+    return mutant
+
+
+def share_without_counting(share: Any) -> Any:
+    def mutant(self: BlockPool, blocks: list[int]) -> None:
+        share(self, [b for b in blocks if self._refs[b] == 0])
+
+    return mutant
+
+
+def release_all_but_last(release: Any) -> Any:
+    return lambda self, blocks: release(self, blocks[:-1])
+
+
+def find_by_digest_alone(find: Any) -> Any:
+    return lambda self, request, index: self._entries.get(self._node(request, index).digest)
+
+
+def match_one_too_many(match: Any) -> Any:
+    def mutant(self: PrefixCache, request: Request) -> list[int]:
+        blocks = match(self, request)
+        entry = None
+        if (len(blocks) + 1) * self.block_size <= request.num_tokens and self.enabled:
+            entry = self._find(request, len(blocks))
+        return blocks + ([entry.block] if entry else [])
+
+    return mutant
+
+
+def match_one_block_unseen(match: Any) -> Any:
+    def mutant(self: PrefixCache, request: Request) -> list[int]:
+        blocks = match(self, request)
+        spare = [e.block for e in self._entries.values() if e.block not in blocks]
+        room = (request.num_tokens - 1) // self.block_size > len(blocks)
+        return blocks + spare[:1] if room else blocks
+
+    return mutant
+
+
+def insert_before_computed(insert: Any) -> Any:
+    def mutant(self: PrefixCache, request: Request) -> None:
+        computed = request.num_computed
+        held = len(request.block_ids) * self.block_size
+        request.num_computed = min(request.num_tokens, held)
+        insert(self, request)
+        request.num_computed = computed
+
+    return mutant
+
+
+def grow_too_little(grow: Any) -> Any:
+    return lambda self, request, num, draft: grow(self, request, max(num - 1, 0), draft)
+
+
+def preempt_without_release(preempt: Any) -> Any:
+    def mutant(self: Scheduler, request: Request) -> None:
+        with patched(BlockPool, "release", lambda release: lambda pool, blocks: None):
+            preempt(self, request)
+
+    return mutant
+
+
+def preempt_the_first(make_room: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, num: int, draft: _Draft) -> bool:
+        while not self._grow(request, num, draft):
+            victim = self.running[0]
+            self._preempt(victim)
+            draft.drop(victim)
+            draft.preempted = True
+            if victim is request:
+                return False
+        return True
+
+    return mutant
+
+
+def keep_rows_of_the_preempted(drop: Any) -> Any:
+    return lambda self, request: None
+
+
+def forget_the_budget(put: Any) -> Any:
+    def mutant(self: _Draft, request: Request, num_tokens: int) -> None:
+        self.num_scheduled[request] = num_tokens
+
+    return mutant
+
+
+def update_without_epochs(update: Any) -> Any:
+    def mutant(self: Scheduler, result: StepResult) -> Any:
+        rows = []
+        for row in result.rows:
+            request = self._requests.get(row.request_id)
+            epoch = row.epoch if request is None else request.epoch
+            rows.append(RowResult(row.request_id, epoch, row.token_ids))
+        return update(self, StepResult(result.index, rows))
+
+    return mutant
+
+
+def finish_without_vacating(vacate: Any) -> Any:
+    def mutant(self: Scheduler, request: Request) -> None:
+        slot = request.slot
+        vacate(self, request)
+        self._free_slots.remove(slot)
+
+    return mutant
+
+
+def vacate_keeps_offers(vacate: Any) -> Any:
+    """A resumed request would think its new blocks offered already, or offer stale ones."""
+
+    def mutant(self: Scheduler, request: Request) -> None:
+        blocks = list(request.block_ids)
+        vacate(self, request)
+        request.block_ids = blocks
+
+    return mutant
+
+
+def appends_one_late(block_appends: Any) -> Any:
+    def mutant(draft: _Draft) -> Iterator[BlockAppend]:
+        for append in block_appends(draft):
+            if append.start:
+                append = BlockAppend(append.slot, append.start - 1, append.block_ids)
+            yield append
+
+    return staticmethod(mutant)
+
+
+def appends_lost_for_running(block_appends: Any) -> Any:
+    return staticmethod(lambda draft: [a for a in block_appends(draft) if a.start == 0])
+
+
+def queue_newest_first(add: Any) -> Any:
+    def mutant(self: Scheduler, request: Request) -> None:
+        add(self, request)
+        self.waiting.remove(request)
+        self.waiting.insert(0, request)
+
+    return mutant
+
+
+def chunks_sample_too(row: Any) -> Any:
+    return lambda self, request, num: dataclasses.replace(row(self, request, num), samples=True)
+
+
+def resume_without_generated(admission: Any) -> Any:
+    def mutant(request: Request) -> Admission:
+        return dataclasses.replace(admission(request), token_ids=list(request.prompt_token_ids))
+
+    return staticmethod(mutant)
+
+
+MUTANTS = [
+    (BlockPool, "allocate", allocate_without_evicting),
+    (BlockPool, "share", share_without_counting),
+    (BlockPool, "release", release_all_but_last),
+    (PrefixCache, "match", match_one_too_many),
+    (PrefixCache, "match", match_one_block_unseen),
+    (PrefixCache, "insert", insert_before_computed),
+    (Scheduler, "_grow", grow_too_little),
+    (Scheduler, "_preempt", preempt_without_release),
+    (Scheduler, "_make_room", preempt_the_first),
+    (Scheduler, "_vacate", finish_without_vacating),
+    (Scheduler, "_vacate", vacate_keeps_offers),
+    (Scheduler, "_block_appends", appends_one_late),
+    (Scheduler, "_block_appends", appends_lost_for_running),
+    (Scheduler, "update", update_without_epochs),
+    (Scheduler, "add", queue_newest_first),
+    (Scheduler, "_row", chunks_sample_too),
+    (Scheduler, "_admission", resume_without_generated),
+    (_Draft, "drop", keep_rows_of_the_preempted),
+    (_Draft, "put", forget_the_budget),
+]
+
+
+# ---- mutants of speculation ----
+
+
+def reserve_no_lookahead(num_reserved: Any) -> Any:
+    """A drafter writes behind the step's own tokens, into blocks of others or of nobody."""
+    return lambda self, num: min(num, self.config.max_model_len)
+
+
+def reserve_one_too_few(num_reserved: Any) -> Any:
+    return lambda self, num: num_reserved(self, num - 1)
+
+
+def reserve_beyond_the_model(num_reserved: Any) -> Any:
+    return lambda self, num: num + self.config.num_lookahead
+
+
+def ignore_the_following_token(init: Any) -> Any:
+    def mutant(self: PrefixCache, *args: Any, looks_ahead: bool = False) -> None:
+        init(self, *args)
+
+    return mutant
+
+
+def count_rejected_drafts(take_tokens: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        computed = request.num_computed
+        take_tokens(self, request, row)
+        if not request.finished:
+            request.num_computed = min(computed, request.num_tokens)
+
+    return mutant
+
+
+def run_past_the_stop(stops: Any) -> Any:
+    """The tokens behind the one that ends a request are kept as well."""
+
+    def mutant(self: Scheduler, request: Request, token: int) -> bool:
+        if not request.finished:
+            stops(self, request, token)
+        return False
+
+    return mutant
+
+
+def drop_the_rest_of_a_run(take_tokens: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        take_tokens(self, request, dataclasses.replace(row, token_ids=row.token_ids[:2]))
+
+    return mutant
+
+
+def decode_without_places(num_wanted: Any) -> Any:
+    return lambda self, request: request.num_tokens - request.num_computed
+
+
+SPECULATIVE_MUTANTS = [
+    (Scheduler, "_num_reserved", reserve_no_lookahead),
+    (Scheduler, "_num_reserved", reserve_one_too_few),
+    (Scheduler, "_num_reserved", reserve_beyond_the_model),
+    (PrefixCache, "__init__", ignore_the_following_token),
+    (Scheduler, "_take_tokens", count_rejected_drafts),
+    (Scheduler, "_stops", run_past_the_stop),
+    (Scheduler, "_take_tokens", drop_the_rest_of_a_run),
+    (Scheduler, "_num_wanted", decode_without_places),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    SPECULATIVE_MUTANTS,
+    ids=[mutant.__name__ for *_, mutant in SPECULATIVE_MUTANTS],
+)
+def test_speculative_traffic_notices_mutant(owner: Any, name: str, mutant: Any) -> None:
+    with patched(owner, name, mutant), pytest.raises(AssertionError):
+        run_traffic(range(30), World.draw_speculative)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"), MUTANTS, ids=[mutant.__name__ for *_, mutant in MUTANTS]
+)
+def test_traffic_notices_mutant(owner: Any, name: str, mutant: Any) -> None:
+    # Any other error would show the bug too, but by accident: the checks must find it.
+    with patched(owner, name, mutant), pytest.raises(AssertionError):
+        run_traffic_of_all_kinds()
+
+
+def test_traffic_notices_matches_that_ignore_tokens() -> None:
+    def by_depth(_: Any) -> Any:
+        return lambda parent, tokens: parent + b"deeper"
+
+    with (
+        patched(prefix_cache_module, "block_digest", by_depth),
+        patched(PrefixCache, "_find", find_by_digest_alone),
+        pytest.raises(AssertionError, match="another text"),
+    ):
+        run_traffic(range(20))
+
+
+# ---- mutants of run-ahead ----
+
+
+def results_not_counted_off(land: Any) -> Any:
+    return lambda self: None
+
+
+def steps_kept_when_vacated(forget_steps: Any) -> Any:
+    return lambda self: None
+
+
+def bound_raised_by_one(launch: Any) -> Any:
+    """However many drafts may be accepted: the host's numbers fall behind the device's."""
+
+    def mutant(self: Request, num_tokens: int, num_yielded: int) -> None:
+        launch(self, *((1, 1) if num_yielded > 1 else (num_tokens, num_yielded)))
+
+    return mutant
+
+
+def a_step_yields_one(most_tokens: Any) -> Any:
+    return lambda self, request, num: min(1, most_tokens(self, request, num))
+
+
+def a_chunk_yields_one(most_tokens: Any) -> Any:
+    return lambda self, request, num: max(1, most_tokens(self, request, num))
+
+
+def offer_the_newest_token(insert: Any) -> Any:
+    """Its KV would be written by a step under way, which may find the request ended."""
+
+    def mutant(self: PrefixCache, request: Request) -> None:
+        insert(self, request)
+        filled = min(request.num_computed, request.num_tokens)
+        if self.enabled and filled == request.num_tokens and filled % self.block_size == 0:
+            request.token_ids.append(request.token_ids[-1])  # the guard looks at their number
+            insert(self, request)
+            request.token_ids.pop()
+
+    return mutant
+
+
+def preempt_while_pending(lacks_blocks: Any) -> Any:
+    return lambda self, *args: False
+
+
+def never_tell_that_results_are_pending(schedule: Any) -> Any:
+    return lambda self, results_pending=False: schedule(self)
+
+
+def take_late_results(update: Any) -> Any:
+    """By name alone: one who came back under the same name gets the other's tokens."""
+    return update_without_epochs(update)
+
+
+def bound_left_where_it_was(take_tokens: Any) -> Any:
+    """Rejected drafts stay in the bound, which then never comes down again."""
+
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        computed = request.num_computed
+        take_tokens(self, request, row)
+        if not request.finished:
+            request.num_computed = computed
+
+    return mutant
+
+
+def bound_lowered_to_what_is_known(take_tokens: Any) -> Any:
+    """As if nothing else were under way."""
+
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        take_tokens(self, request, row)
+        if not request.finished and row.token_ids:
+            request.num_computed = request.num_tokens - 1
+
+    return mutant
+
+
+def blocks_for_what_is_known(grow: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, num: int, draft: _Draft) -> bool:
+        computed = request.num_computed
+        request.num_computed = min(computed, request.num_tokens - 1)
+        found = grow(self, request, num, draft)
+        request.num_computed = computed
+        return bool(found)
+
+    return mutant
+
+
+def lengths_of_what_is_known(row: Any) -> Any:
+    def mutant(self: Scheduler, request: Request, num: int) -> PlannedRow:
+        made = row(self, request, num)
+        return dataclasses.replace(made, seq_len=min(made.seq_len, request.num_tokens - 1 + num))
+
+    return mutant
+
+
+def ends_by_what_may_come(ends_in_flight: Any) -> Any:
+    return property(lambda self: self.num_expected >= self.token_limit)
+
+
+def never_sure_to_end(ends_in_flight: Any) -> Any:
+    return property(lambda self: False)
+
+
+def a_dead_row_yields_a_token(execute: Any) -> Any:
+    """The device's own: an ended request goes on, past its stop token."""
+
+    def mutant(self: BookkeepingWorker, plan: StepPlan, no_writes: set[int]) -> StepResult:
+        with patched(BookkeepingWorker, "ended", lambda _: lambda self, slot: False):
+            return execute(self, plan, no_writes)
+
+    return mutant
+
+
+RUN_AHEAD_MUTANTS = [
+    (Request, "land", results_not_counted_off, "miscounted"),
+    (Request, "forget_steps", steps_kept_when_vacated, "holds something"),
+    (Request, "launch", bound_raised_by_one, "out of bounds|too low|host thinks"),
+    (Scheduler, "_most_tokens", a_step_yields_one, "computes nothing"),
+    (Scheduler, "_most_tokens", a_chunk_yields_one, "disagree|computes unknown|not where"),
+    (PrefixCache, "insert", offer_the_newest_token, "cached block|nobody wrote|others may read"),
+    (Scheduler, "_lacks_blocks", preempt_while_pending, "preempted while"),
+    (Scheduler, "schedule", never_tell_that_results_are_pending, "preempted while"),
+    (Scheduler, "update", take_late_results, "late result"),
+    (Scheduler, "_take_tokens", bound_left_where_it_was, "computes nothing|differ"),
+    (Scheduler, "_take_tokens", bound_lowered_to_what_is_known, "too low|host thinks"),
+    (Scheduler, "_grow", blocks_for_what_is_known, "too few blocks"),
+    (Scheduler, "_row", lengths_of_what_is_known, "bound of lengths"),
+    (Request, "ends_in_flight", ends_by_what_may_come, "no progress"),
+    (Request, "ends_in_flight", never_sure_to_end, "sure to have ended"),
+    (BookkeepingWorker, "execute", a_dead_row_yields_a_token, "."),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "noticed"),
+    RUN_AHEAD_MUTANTS,
+    ids=[mutant.__name__ for _, _, mutant, _ in RUN_AHEAD_MUTANTS],
+)
+def test_run_ahead_traffic_notices_mutant(owner: Any, name: str, mutant: Any, noticed: str) -> None:
+    with patched(owner, name, mutant), pytest.raises(AssertionError, match=noticed):
+        run_traffic(range(40), run_ahead_world)
