@@ -1,13 +1,15 @@
 """Documents into packs: one step's tokens in a row, with positions that begin anew in each document.
 
-    document    t0  t1  t2  t3  t4  t5        prompt of 2 tokens, answer of 4
+    document    t0  t1  t2  t3  t4  t5      a prompt of 2 tokens, an answer of 4
     slot         0   1   2   3   4   5
-    pass 0      t1  t2  t3  t4  t5   -        slot p gets the token at p + 1 and drafts that at p + 2
-    pass 1      t2  t3  t4  t5   -   -        its own feature, the token at p + 2: drafts p + 3
-    learns       .   0   1   2   3   .        as when serving: t2 comes from the target itself, then
-                                              slot 1 drafts t3; slot 3 has t5 to learn, slot 4 nothing
+    pass 0      t1  t2  t3  t4  t5   -      slot p: feature and position p, token p + 1; drafts p + 2
+    pass 1      t2  t3  t4  t5   -   -      its own output, position p + 1, token p + 2; drafts p + 3
+
+Slots 1 to 3 learn in pass 0, slots 1 and 2 in pass 1: the target itself says t2, as it does when
+serving, so that the first draft is t3, of slot 1; and what follows t5 is not known.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,12 +85,54 @@ def make_pack(
     )
 
 
-def pack_documents(
-    corpus: Corpus, indices: Sequence[int], max_len: int, num_passes: int, prompts: bool
-) -> "PackMaker":
-    return PackMaker(corpus, indices, max_len, num_passes, prompts)
+def plan_batches(
+    lengths: np.ndarray, batch_tokens: int, seed: int, *, epochs: int, steps: int | None
+) -> list[np.ndarray]:
+    """Of each step the documents, in an order that is new in each epoch and fixed by the seed.
+
+    `steps` overrides `epochs`. lengths: [documents], none above `batch_tokens`
+    """
+    batches: list[np.ndarray] = []
+    for epoch in range(epochs) if steps is None else itertools.count():
+        order = np.random.default_rng((seed, epoch)).permutation(len(lengths))
+        batches += _fill(order, lengths, batch_tokens)
+        if steps is not None and len(batches) >= steps:
+            return batches[:steps]
+    return batches
+
+
+def _fill(order: np.ndarray, lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
+    """Document after document into a batch, until the next one does not fit."""
+    ends = []
+    room = batch_tokens
+    for place, length in enumerate(lengths[order].tolist()):
+        if length > room:
+            ends.append(place)
+            room = batch_tokens
+        room -= length
+    return np.split(order, ends)
 
 
 @dataclass(frozen=True)
-class PackMaker:
-    pass
+class Packer:
+    """Documents of a corpus into packs, cut to `max_len`."""
+
+    corpus: Corpus
+    max_len: int
+    num_passes: int
+    include_prompts: bool
+    device: torch.device
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        return np.minimum(self.corpus.lengths[indices], self.max_len)
+
+    def pack(self, indices: np.ndarray) -> Pack:
+        documents = [self.corpus.document(index)[: self.max_len] for index in indices]
+        prompt_lens = np.zeros(len(indices)) if self.include_prompts else self.corpus.prompt_lens[indices]
+        return make_pack(documents, prompt_lens, self.num_passes, self.device)
+
+
+def split(corpus: Corpus, val_share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Documents to train on, and those held out: all answers to a prompt stand on one side."""
+    held_out = corpus.keys % np.uint64(10_000) < np.uint64(round(10_000 * val_share))
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)

@@ -2,6 +2,8 @@
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,4 +24,18 @@ def has_kernels(device: torch.device) -> bool:
 def uses_kernels(tensor: Tensor) -> bool:
     """Kernels compute in float32, so float64 is left to torch; integers are served."""
     known = tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point
-    return known and has_kernels(tensor.device)
+    return known and not _off and has_kernels(tensor.device)
+
+
+_off = 0  # how many of the blocks below are open
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Leave all to torch, as training has to: kernels have no gradients."""
+    global _off
+    _off += 1
+    try:
+        yield
+    finally:
+        _off -= 1
