@@ -110,9 +110,13 @@ class Engine:
             with self._losing_only(plan):
                 self._in_flight.append((plan, self.runner.launch(plan)))
         assert self._in_flight, "there is work, yet nothing could be scheduled"
-        plan, launched = self._in_flight.popleft()
+        plan, launched = self._in_flight[0]
         with self._losing_only(plan):
-            return self._take(launched.result())
+            try:
+                result = launched.result()
+            finally:
+                self._in_flight.popleft()
+            return self._take(result)
 
     def _may_launch(self) -> bool:
         """Log-probabilities are made of hidden states, which the next step would write over."""

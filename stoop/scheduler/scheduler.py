@@ -208,9 +208,9 @@ class Scheduler:
 
     def _lacks_blocks(self, todo: list[tuple[Request, int]]) -> bool:
         """Whether going on would preempt somebody, as far as can be known now."""
-        missing = 0
+        missing, most = 0, self.config.max_num_batched_tokens
         for request, wanted in todo:
-            reserved = self._num_reserved(request.num_computed + wanted)
+            reserved = self._num_reserved(request.num_computed + min(wanted, most))
             missing += max(0, self._num_blocks(reserved) - len(request.block_ids))
         return missing > self.pool.num_free
 

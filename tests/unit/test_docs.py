@@ -46,7 +46,7 @@ def test_every_flag_in_the_readme_is_known() -> None:
     from stoop.cli.main import app
 
     blocks = "\n".join(README.split("```")[1::2])
-    commands = re.findall(r"^stoop ((?:bench )?\w+)(.*?)(?:#|$)", blocks, flags=re.MULTILINE)
+    commands = re.findall(r"^stoop ((?:bench )?[\w-]+)(.*?)(?:#|$)", blocks, flags=re.MULTILINE)
     assert len(commands) >= 5
     for command, rest in commands:
         help_text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
