@@ -12,6 +12,7 @@ from stoop.cli.check import check
 from stoop.cli.compare import compare
 from stoop.cli.generate import generate
 from stoop.cli.pull import pull
+from stoop.cli.train import train_draft
 from stoop.cli.tune import tune
 from stoop.config.environ import log_level
 from stoop.config.errors import StoopError
@@ -30,6 +31,7 @@ app.command()(pull)
 app.command()(check)
 app.command()(compare)
 app.command()(tune)
+app.command()(train_draft)
 app.add_typer(bench, name="bench")
 
 

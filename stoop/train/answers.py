@@ -46,7 +46,7 @@ def ask_all(
     engine, feed = llm.engine, iter(asks)
     limit = 2 * llm.config.schedule.max_num_seqs  # as many wait as run
     under_way: dict[str, Ask] = {}
-    numbers = itertools.count(llm.num_requests)
+    numbers = itertools.count()
     try:
         while not deadline.over:
             for ask in itertools.islice(feed, limit - len(under_way)):
@@ -117,7 +117,7 @@ def _flush(store: ShardStore, last: float, say: Say) -> float:
 def invent_prompts(
     llm: LLM, path: Path, count: int, seed: int, deadline: Deadline, say: Say
 ) -> list[Conversation]:
-    """User turns that the target writes itself, kept in `path`; a later run adds what is missing."""
+    """User turns that the target writes itself, kept in `path`; a later run adds what lacks."""
     known = _read_invented(path)
     tokenizer = llm.get_tokenizer()
 

@@ -1,9 +1,9 @@
-"""Documents into packs: one step's tokens in a row, with positions that begin anew in each document.
+"""Documents into packs: one step's tokens in a row, positions anew from 0 in each document.
 
-    document    t0  t1  t2  t3  t4  t5      a prompt of 2 tokens, an answer of 4
+    document    t0  t1  t2  t3  t4  t5    a prompt of 2 tokens, an answer of 4
     slot         0   1   2   3   4   5
-    pass 0      t1  t2  t3  t4  t5   -      slot p: feature and position p, token p + 1; drafts p + 2
-    pass 1      t2  t3  t4  t5   -   -      its own output, position p + 1, token p + 2; drafts p + 3
+    pass 0      t1  t2  t3  t4  t5   -    slot p: feature and position p, token p + 1; drafts p + 2
+    pass 1      t2  t3  t4  t5   -   -    its own output, position p + 1, token p + 2; drafts p + 3
 
 Slots 1 to 3 learn in pass 0, slots 1 and 2 in pass 1: the target itself says t2, as it does when
 serving, so that the first draft is t3, of slot 1; and what follows t5 is not known.
@@ -55,16 +55,16 @@ class Pack:
 
 def make_pack(
     documents: Sequence[np.ndarray],
-    prompt_lens: Sequence[int],
+    prompt_lens: np.ndarray,
     num_passes: int,
     device: torch.device,
 ) -> Pack:
-    """prompt_lens: where answers begin; what stands before is context, not learnt"""
+    """prompt_lens: [documents], where answers begin; what stands before is context, not learnt"""
     lengths = np.array([len(document) for document in documents])
     positions = np.concatenate([np.arange(length) for length in lengths])
     behind = np.repeat(lengths, lengths) - 1 - positions  # tokens that follow in the document
     # The first draft behind a prompt comes from its last token, whose successor is known by then.
-    anchor = positions >= np.repeat(np.asarray(prompt_lens), lengths) - 1
+    anchor = positions >= np.repeat(prompt_lens, lengths) - 1
     slots = [np.flatnonzero(anchor & (behind >= 2 + number)) for number in range(num_passes)]
     places = np.flatnonzero(np.roll(anchor, 1) & (positions > 0) & (behind >= 1))
     label_of = np.zeros(len(positions), dtype=np.int64)
@@ -128,7 +128,9 @@ class Packer:
 
     def pack(self, indices: np.ndarray) -> Pack:
         documents = [self.corpus.document(index)[: self.max_len] for index in indices]
-        prompt_lens = np.zeros(len(indices)) if self.include_prompts else self.corpus.prompt_lens[indices]
+        prompt_lens = self.corpus.prompt_lens[indices]
+        if self.include_prompts:
+            prompt_lens = np.zeros_like(prompt_lens)
         return make_pack(documents, prompt_lens, self.num_passes, self.device)
 
 

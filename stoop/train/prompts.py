@@ -12,7 +12,9 @@ from stoop.config.errors import ConfigError
 from stoop.text.tokenizer import Tokenizer
 
 Conversation = list[dict[str, str]]
-LAYOUTS = '{"prompt": ...}, {"text": ...}, {"instruction": ...}, {"turns": [...]}, {"messages": [...]}'
+LAYOUTS = (
+    '{"prompt": ...}, {"text": ...}, {"instruction": ...}, {"turns": [...]}, {"messages": [...]}'
+)
 
 
 class Prompt(NamedTuple):
@@ -23,7 +25,8 @@ class Prompt(NamedTuple):
 def read_prompts(path: Path) -> list[Conversation]:
     """JSON a line (.jsonl, .json) or text a line (anything else)."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # A prompt may hold what only splitlines() takes for the end of a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}") from None
     found = []

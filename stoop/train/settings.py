@@ -18,7 +18,11 @@ def _setting(default: Any, text: str, least: float | None = None, most: float | 
 class _Settings:
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, least, most = getattr(self, each.name), each.metadata["least"], each.metadata["most"]
+            value, least, most = (
+                getattr(self, each.name),
+                each.metadata["least"],
+                each.metadata["most"],
+            )
             flag = "--" + each.name.replace("_", "-")
             if value is None or least is None:
                 continue

@@ -83,7 +83,9 @@ class ShardStore:
         self.counts["answer_tokens"] += len(shard["tokens"]) - num_prompt
         self.counts["loops_dropped"] += len(shard["done"]) - num_answers
 
-    def add(self, prompt: list[int], answer: list[int], place: tuple[int, int], greedy: bool) -> None:
+    def add(
+        self, prompt: list[int], answer: list[int], place: tuple[int, int], greedy: bool
+    ) -> None:
         """place: the prompt's key and the answer's number"""
         rows = self._rows
         rows.documents.append(np.asarray(prompt + answer, dtype=np.int32))

@@ -1,0 +1,67 @@
+"""The log of a run: a JSON object a line, a line on the terminal, and a curve."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stoop.train.settings import Say
+
+
+class Record:
+    def __init__(self, path: Path, say: Say) -> None:
+        self.path = path
+        self.say = say
+
+    def cut(self, step: int) -> None:
+        """Forget what came after this step: it will come again."""
+        lines = [entry for entry in read_log(self.path) if entry["step"] <= step]
+        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+
+    def add(self, entry: dict[str, Any], num_steps: int) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        rates = " ".join(f"{rate:.0%}" for rate in entry["acceptance"])
+        losses = " ".join(f"{loss:.2f}" for loss in entry["losses"])
+        line = (
+            f"step {entry['step']}/{num_steps}: loss {entry['loss']:.3f} ({losses}), right {rates}"
+        )
+        if entry["split"] == "val":
+            self.say(f"held out, {line}, {entry['length']:.2f} tokens a step at K = {entry['k']}")
+            return
+        left = (num_steps - entry["step"]) * entry["tokens"] / max(entry["tokens_per_s"], 1e-9)
+        self.say(
+            f"{line}, lr {entry['lr']:.1e}, {entry['tokens_per_s']:,.0f} tokens/s, "
+            f"{entry['memory_gib']:.1f} GiB, {left:.0f} s left"
+        )
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def draw_curve(log: Path, image: Path, say: Say) -> None:
+    """Loss and acceptance by step; needs matplotlib, and does without where there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("no curve: matplotlib is not installed (pip install 'stoop[train]')")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (losses, rates) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    entries = read_log(log)
+    for split, style in (("train", "-"), ("val", "o--")):
+        chosen = [entry for entry in entries if entry["split"] == split]
+        steps = [entry["step"] for entry in chosen]
+        losses.plot(steps, [entry["loss"] for entry in chosen], style, label=split)
+        for number in range(len(chosen[0]["acceptance"]) if chosen else 0):
+            values = [entry["acceptance"][number] for entry in chosen]
+            label = f"draft {number + 1}" if split == "train" else None
+            rates.plot(steps, values, style, color=f"C{number}", markersize=3, label=label)
+    losses.set(xlabel="step", ylabel="loss, all passes")
+    rates.set(xlabel="step", ylabel="drafts 1 to j all right", ylim=(0, 1))
+    losses.legend()
+    rates.legend()
+    figure.savefig(image, dpi=120)
+    pyplot.close(figure)

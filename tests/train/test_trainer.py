@@ -1,0 +1,201 @@
+"""Runs that stop and go on, and what is refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from stoop.cli.main import app
+from stoop.config.errors import ConfigError
+from stoop.train import stages
+from stoop.train.record import read_log
+from stoop.train.settings import Deadline, TrainSettings
+from stoop.train.stages import Job, run_export, run_train
+from stoop.train.trainer import Trainer, learning_rate, load_checkpoint
+from train import small
+
+
+@pytest.fixture
+def job(target: Path, answers: Path, tmp_path: Path) -> Job:
+    shutil.copytree(answers, tmp_path / "data")
+    return small.make_job(target, tmp_path, [], steps=6, log_every=2, eval_every=3)
+
+
+def changed(job: Job, out: Path | None = None, **changes: Any) -> Job:
+    given = {"steps": 6, "log_every": 2, "eval_every": 3, **changes}
+    return small.make_job(Path(job.target), out or job.out, [], **given)
+
+
+def checkpoint(job: Job) -> dict[str, Any]:
+    return load_checkpoint(job.train / "checkpoint.pt")
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """A deadline that comes when so many steps are done."""
+    done = 0
+
+    class Soon(Deadline):
+        @property
+        def over(self) -> bool:
+            nonlocal done
+            done += 1
+            return done > steps
+
+    monkeypatch.setattr(stages, "Deadline", Soon)
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def log_of(job: Job) -> list[dict[str, Any]]:
+    clocks = ("tokens_per_s", "memory_gib")
+    entries = read_log(job.train / "log.jsonl")
+    return [{k: v for k, v in entry.items() if k not in clocks} for entry in entries]
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = changed(job, tmp_path / "whole")
+    shutil.copytree(job.data, whole.data)
+    assert run_train(whole)
+    for steps in (2, 1, 99):
+        with monkeypatch.context() as patch:
+            stop_after(patch, steps)
+            finished = run_train(job)
+    assert finished
+    assert same(checkpoint(job), checkpoint(whole))
+    assert [e for e in log_of(job) if e["split"] == "val"][-1] == log_of(whole)[-1]
+
+
+def test_the_time_budget_stops_cleanly(job: Job) -> None:
+    hasty = Job(job.target, job.out, small.make_settings(), job.say)
+    object.__setattr__(hasty.settings, "time_budget", 0.0)
+    assert not run_train(hasty)
+    assert checkpoint(job)["step"] == 0
+    assert run_export(hasty, "eagle", "bfloat16", ["stoop"])  # an untrained head, but a head
+
+
+def test_the_log_forgets_what_will_come_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        run_train(job)
+        patch.setattr(Trainer, "save", lambda self: None)  # the next steps are lost
+        stop_after(patch, 2)
+        run_train(job)
+    run_train(job)
+    steps = [entry["step"] for entry in log_of(job) if entry["split"] == "train"]
+    assert steps == [2, 4, 6]
+
+
+@pytest.mark.parametrize("change", [{"lr": 1e-4}, {"ttt_steps": 2}, {"batch_tokens": 99}])
+def test_a_checkpoint_of_another_run_is_refused(job: Job, change: dict[str, Any]) -> None:
+    run_train(job)
+    other = changed(job, **change)
+    with pytest.raises(ConfigError, match=f"another run.*{next(iter(change))}.*--fresh"):
+        run_train(other)
+    assert run_train(other, fresh=True)
+
+
+def test_a_run_may_be_made_longer(job: Job) -> None:
+    run_train(job)
+    longer = changed(job, steps=8)
+    assert run_train(longer)
+    assert checkpoint(job)["step"] == 8
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    settings = TrainSettings(lr=1.0, warmup=0.1)
+    rates = [learning_rate(step, 100, settings) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.0)
+
+
+def test_gradients_are_clipped_and_half_precision_has_masters(job: Job) -> None:
+    half = changed(job, steps=2)
+    object.__setattr__(half.settings, "dtype", "bfloat16")
+    assert run_train(half)
+    masters = checkpoint(half)["masters"]
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in masters.values())
+
+
+def test_stages_ask_for_those_before_them(target: Path, tmp_path: Path) -> None:
+    job = small.make_job(target, tmp_path)
+    with pytest.raises(ConfigError, match="run --stage data first"):
+        run_train(job)
+    with pytest.raises(ConfigError, match="run --stage train first"):
+        run_export(job, "eagle", "bfloat16", [])
+    with pytest.raises(ConfigError, match="--prompts FILE"):
+        stages.run_data(job, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--stage", "no"], "--stage no: use all"),
+        (["--layout", "no"], "--layout no: use eagle"),
+        (["--greedy-share", "2"], "--greedy-share 2.0: use at most 1"),
+        (["--ttt-steps", "0"], "--ttt-steps 0: use at least 1"),
+        (["--dtype", "float16", "--stage", "train"], "float16"),
+    ],
+)
+def test_refusals_of_the_command(
+    target: Path, tmp_path: Path, flags: list[str], sentence: str
+) -> None:
+    done = CliRunner().invoke(app, ["train-draft", str(target), "--out", str(tmp_path), *flags])
+    assert isinstance(done.exception, ConfigError) and sentence in str(done.exception)
+
+
+def test_help_explains_every_setting() -> None:
+    done = CliRunner().invoke(app, ["train-draft", "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    for flag in (
+        "--prompts",
+        "--invent",
+        "--ttt-steps",
+        "--draft-vocab",
+        "--time-budget",
+        "--no-fc-norm",
+    ):
+        assert flag in done.output
+
+
+def test_the_command_from_prompts_to_a_head(tmp_path: Path) -> None:
+    from train.test_data import write_text_model
+
+    folder, out = write_text_model(tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "prompts.txt").write_text("\n".join(f"number {i}" for i in range(12)))
+    flags = {
+        "--out": str(out),
+        "--prompts": str(tmp_path / "prompts.txt"),
+        "--max-len": "64",
+        "--max-answer": "16",
+        "--temperature": "1.5",
+        "--greedy-share": "0",
+        "--steps": "2",
+        "--ttt-steps": "2",
+        "--draft-vocab": "64",
+        "--device": "cpu",
+    }
+    args = [part for pair in flags.items() for part in pair]
+    done = CliRunner().invoke(app, ["train-draft", str(folder), *args])
+    assert done.exit_code == 0, done.exception
+    assert re.search(r"64 of 258 tokens cover \d+\.\d+% of the answers", done.output)
+    config = json.loads((out / "head" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 64 and config["torch_dtype"] == "bfloat16"
+    drafter = {"model": str(out / "head"), "num_speculative_tokens": 2}
+    llm = small.make_llm(folder, speculative_config=drafter)
+    assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].spec is not None
