@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def print_throughput(result: RunResult) -> None:
         f"[bold]{result.tokens_per_s:.1f} tokens/s[/bold] "
         f"({num_all / result.seconds:.1f} with the prompts)"
     )
-    _print_json(
+    print_json(
         {
             "bench": "throughput",
             "num_requests": load.num_requests,
@@ -86,7 +87,7 @@ def print_latency(results: list[LatencyResult]) -> None:
         "[dim]scaling: tokens/s over batch 1; gap: ms between tokens; GB/s: reading the weights "
         "once a step takes this rate[/dim]"
     )
-    _print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
+    print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
 
 
 def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
@@ -98,7 +99,7 @@ def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
     for mode, seconds in gaps.items():
         table.add_row(mode, *(f"{value * 1000:.2f}" for value in seconds))
     Console().print(table)
-    _print_json(
+    print_json(
         {
             "bench": "graphs",
             "batch_size": loads[0].num_requests,
@@ -153,7 +154,7 @@ def print_drafts(load: Load, results: list[SpecResult]) -> None:
             f"{result.speedup:.2f}x",
         )
     Console().print(table)
-    _print_json({"bench": "spec", "results": [result.as_record() for result in results]})
+    print_json({"bench": "spec", "results": [result.as_record() for result in results]})
 
 
 def print_steps(report: StepReport) -> None:
@@ -182,7 +183,7 @@ def print_steps(report: StepReport) -> None:
     console.print(
         f"engine ready in {report.start_s:.1f} s, first token {report.first_token_s:.2f} s later"
     )
-    _print_json(
+    print_json(
         {
             "bench": "step",
             **_setting_record(report.shape, config, first),
@@ -213,7 +214,7 @@ def print_profile(
     console = Console()
     console.print(table)
     console.print(f"[dim]trace: {path} (chrome://tracing, ui.perfetto.dev)[/dim]")
-    _print_json(
+    print_json(
         {
             "bench": "profile",
             **_setting_record(shape, config, load),
@@ -270,7 +271,9 @@ def _add_times(table: Table, times: dict[str, dict[str, float]]) -> None:
         table.add_row(name, *(f"{value:.1f} ms" for value in times[key].values()))
 
 
-def _print_json(record: dict[str, Any]) -> None:
+def print_json(record: dict[str, Any], out: Path | None = None) -> None:
+    """The last line of a benchmark; in a file of its own too, if one is named."""
+
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
             return float(f"{value:.5g}")
@@ -278,4 +281,7 @@ def _print_json(record: dict[str, Any]) -> None:
             return {key: rounded(entry) for key, entry in value.items()}
         return [rounded(entry) for entry in value] if isinstance(value, list) else value
 
-    print(json.dumps(rounded(record)))
+    line = json.dumps(rounded(record))
+    if out is not None:
+        out.write_text(line + "\n")
+    print(line)

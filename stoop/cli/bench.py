@@ -1,16 +1,21 @@
 """`stoop bench`: speed, as a table and as a JSON line."""
 
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoop.cli.options import Command, engine_flags
+from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from stoop.bench.acceptance import Questions
     from stoop.bench.step import StepLoad
+    from stoop.llm import LLM
 
 bench = typer.Typer(
     help="Measure speed. The last line of the output is JSON.", no_args_is_help=True
@@ -58,6 +63,12 @@ _SET_BY_LOAD = (
 
 def _shape_flags(command: Command) -> Command:
     return engine_flags(command, without=_SET_BY_LOAD)
+
+
+def _question_flags(command: Command) -> Command:
+    """Runs ask the same questions again, which the prefix cache would find."""
+    without = ("skip_tokenizer_init", "max_num_seqs", "enable_prefix_caching")
+    return engine_flags(command, without=without)
 
 
 @bench.command()
@@ -170,8 +181,7 @@ def profile(
     from stoop.bench.report import print_profile
     from stoop.bench.step import record_steps, start_shaped
 
-    if not Path(out).absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: its folder does not exist, make it first")
+    _check_file("--out", Path(out))
     load = _step_load(batch, prompt_len, context, steps=1)
     llm = start_shaped(shape, k, [load], {**engine, "graph_mode": graph_mode}, start_llm)
     trace, span = record_steps(llm, load, Path(out))
@@ -247,6 +257,124 @@ def spec(
         "capture_sizes": None if graph_mode == "none" else str(batch_size),
     }
     print_drafts(load, measure_drafts(ks, load, layers, options, repeat, start_llm))
+
+
+@bench.command()
+@_question_flags
+def acceptance(
+    model: Model = DEFAULT_MODEL,
+    questions: Annotated[
+        list[Path],
+        typer.Option(help="jsonl with turns (the first counts), prompt or text; may be repeated"),
+    ] = [],  # noqa: B006
+    k: Annotated[
+        str, typer.Option("--k", help="drafts a step, with commas between")
+    ] = "1,2,3,4,5,6,7,8",
+    speed_k: Annotated[
+        str | None,
+        typer.Option("--speed-k", help="K to time, with an engine for each; default: that of -sc"),
+    ] = None,
+    temperature: Annotated[str, typer.Option(help="with commas between; 0 is greedy")] = "0,1",
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 256,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="so many questions of each file, spread over it")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="requests at a time where speed is measured")
+    ] = 1,
+    acceptance_batch: Annotated[
+        int, typer.Option(min=1, help="requests at a time for K that are not timed")
+    ] = 16,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="questions as they are, without the chat template")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="PNG file; needs matplotlib")] = None,
+    out: Annotated[Path | None, typer.Option(help="file for the JSON line")] = None,
+    engine: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """How many drafts stand when a model answers questions, by K; and tokens/s beside plain ones.
+
+    Answers end as they do for users, and seeds are fixed. Engines are started one after another.
+    """
+    from stoop.bench.acceptance import Plan, measure_acceptance
+    from stoop.bench.acceptance_report import draw_acceptance, print_acceptance
+
+    drafter = _drafter(engine)
+    ks, timed = _drafts(k), _drafts(speed_k or str(drafter.pop("num_speculative_tokens", "")))
+    temperatures = _temperatures(temperature)
+    for flag, path in (("--plot", plot), ("--out", out)):
+        _check_file(flag, path)
+    asked = _read_questions(model, questions, limit, raw, engine)
+
+    def start(k: int, batch: int) -> "LLM":
+        chosen = {**drafter, "num_speculative_tokens": k} if k else None
+        options = {"speculative_config": chosen, "max_num_seqs": batch}
+        return start_llm(model, {**engine, **options, "enable_prefix_caching": False})
+
+    plan = Plan(ks, timed, temperatures, max_tokens, batch_size, acceptance_batch)
+    report = measure_acceptance(start, asked, plan, _say)
+    if plot is not None:
+        draw_acceptance(report, plot, _say)
+    print_acceptance(report, model, drafter, out)
+
+
+def _drafter(engine: dict[str, Any]) -> dict[str, Any]:
+    """What -sc says, checked."""
+    from stoop.config.speculation import parse_speculation
+
+    given = parse_speculation(engine["speculative_config"])
+    if given is None:
+        raise ConfigError("acceptance needs a drafter: give one with -sc")
+    return {name: value for name, value in asdict(given).items() if value is not None}
+
+
+def _drafts(text: str) -> tuple[int, ...]:
+    from stoop.config.speculation import MAX_DRAFTS
+
+    if not text:
+        raise ConfigError("-sc lacks num_speculative_tokens: add it, or say --speed-k 3")
+    ks = sorted(set(_sizes(text)))
+    if ks[-1] > MAX_DRAFTS:
+        raise ConfigError(f"K = {ks[-1]}: use 1 to {MAX_DRAFTS}")
+    return tuple(ks)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= value <= 100 for value in found):
+        raise ConfigError(f"--temperature {text}: use numbers from 0 to 100, such as 0,1")
+    return found
+
+
+def _read_questions(
+    model: str, paths: list[Path], limit: int | None, raw: bool, engine: dict[str, Any]
+) -> "Questions":
+    from stoop.bench.acceptance import encode_questions, read_questions
+    from stoop.checkpoint.fetch import resolve_model
+    from stoop.text.tokenizer import Tokenizer
+
+    if not paths:
+        raise ConfigError("there are no questions: give --questions FILE")
+    found = read_questions(paths, limit)
+    with StageProgress() as report:
+        folder = resolve_model(model, revision=engine["revision"], report=report)
+    tokenizer = Tokenizer.from_folder(engine["tokenizer"] or folder)
+    return encode_questions(found, tokenizer, raw)
+
+
+def _check_file(flag: str, path: Path | None) -> None:
+    """That it can be written, before there is something to write."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: its folder does not exist, make it first")
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder: name a file")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _sizes(text: str) -> list[int]:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from stoop.core.outputs import CompletionOutput
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
-from stoop.train.prompts import OPENINGS, Conversation, Prompt, encode_prompts, user_turn_start
+from stoop.text.prompts import Conversation
+from stoop.train.prompts import OPENINGS, Prompt, encode_prompts, user_turn_start
 from stoop.train.settings import DataSettings, Deadline, Say
 from stoop.train.shards import ShardStore
 

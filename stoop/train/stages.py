@@ -21,11 +21,11 @@ from stoop.config.schema import Config
 from stoop.llm import LLM
 from stoop.models.hf_config import read_model_spec
 from stoop.models.loader import load_model
+from stoop.text.prompts import read_prompts
 from stoop.train.answers import make_data
 from stoop.train.export import LAYOUTS, Trained, export, model_card, read_target_config
 from stoop.train.head import make_head_spec, new_head
 from stoop.train.packing import Packer, split
-from stoop.train.prompts import read_prompts
 from stoop.train.record import Record, read_log
 from stoop.train.settings import Deadline, HeadSettings, Say, Settings
 from stoop.train.shards import load_corpus, read_counts

@@ -12,10 +12,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from stoop import LLM
 from stoop.config.errors import ConfigError
+from stoop.text.prompts import read_prompts
 from stoop.train import answers
 from stoop.train.answers import is_loop, make_data, plan_asks
 from stoop.train.packing import plan_batches, split
-from stoop.train.prompts import Prompt, encode_prompts, read_prompts
+from stoop.train.prompts import Prompt, encode_prompts
 from stoop.train.settings import DataSettings, Deadline
 from stoop.train.shards import load_corpus, read_counts
 from stoop.train.vocabulary import choose_vocabulary

@@ -1,0 +1,199 @@
+"""How many drafts stand when a model answers questions, by their number K, and the speed they give.
+
+Speed needs an engine of that K. Acceptance does not: a request may ask for fewer drafts than its
+engine makes, so one engine serves every K that is not timed, in larger batches. Engines are made
+one after another, since each may take most of the device's memory.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoop.config.errors import ConfigError
+from stoop.config.schema import Config
+from stoop.core.outputs import RequestOutput, SpecCounts
+from stoop.core.sampling_params import SamplingParams
+from stoop.llm import LLM
+from stoop.text.prompts import Conversation, read_prompts
+from stoop.text.tokenizer import Tokenizer
+
+WARM_TOKENS = 16
+
+Questions = Mapping[str, list[list[int]]]  # token ids of each, by the name of their file
+StartWith = Callable[[int, int], LLM]  # drafts a step (0: plain), requests at a time
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    ks: tuple[int, ...]  # acceptance of each
+    speed_ks: tuple[int, ...]  # and the speed of these
+    temperatures: tuple[float, ...]
+    max_tokens: int  # of an answer
+    batch_size: int  # requests at a time where speed is measured
+    acceptance_batch: int  # and where it is not
+
+    @property
+    def untimed_ks(self) -> list[int]:
+        return [k for k in self.ks if k not in self.speed_ks]
+
+    def params(self, temperature: float, number: int, k: int | None = None) -> SamplingParams:
+        """Of a question; its number is the seed."""
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=self.max_tokens,
+            seed=number,
+            num_speculative_tokens=k,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """All answers to the questions of a file."""
+
+    counts: SpecCounts  # with a position for each draft asked for
+    num_answers: int
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Row:
+    questions: str
+    temperature: float
+    k: int
+    run: Run
+    plain: Run  # without drafts
+    timed: bool
+
+    def as_record(self) -> dict[str, Any]:
+        speed = self.run.tokens_per_s if self.timed else None
+        return {
+            "questions": self.questions,
+            "temperature": self.temperature,
+            "k": self.k,
+            "num_answers": self.run.num_answers,
+            "num_tokens": self.run.num_tokens,
+            "num_drafts": self.run.counts.num_drafts,  # steps that verified any
+            "acceptance_rates": self.run.counts.acceptance_rates,
+            "mean_acceptance_length": self.run.counts.mean_acceptance_length,
+            "tokens_per_s": speed,
+            "plain_tokens_per_s": self.plain.tokens_per_s,
+            "speedup": speed / self.plain.tokens_per_s if speed else None,
+        }
+
+
+@dataclass(frozen=True)
+class AcceptanceReport:
+    plan: Plan
+    config: Config  # of the first engine
+    rows: list[Row]
+
+
+def read_questions(paths: Iterable[Path], limit: int | None) -> dict[str, list[Conversation]]:
+    """At most `limit` of each file, spread over it, since files are sorted by category."""
+    found = {}
+    for path in paths:
+        every = read_prompts(path, "--questions")
+        count = min(limit or len(every), len(every))
+        found[str(path)] = [every[place * len(every) // count] for place in range(count)]
+    return found
+
+
+def encode_questions(
+    conversations: Mapping[str, list[Conversation]], tokenizer: Tokenizer, raw: bool
+) -> Questions:
+    """Through the chat template; raw: the bare text."""
+    if not raw and not tokenizer.has_chat_template:
+        raise ConfigError("the model has no chat template: add --raw to use questions as they are")
+
+    def encode(conversation: Conversation) -> list[int]:
+        if not raw:
+            return tokenizer.encode_chat(conversation)
+        return tokenizer.encode("\n\n".join(turn["content"] for turn in conversation))
+
+    return {name: [encode(each) for each in asked] for name, asked in conversations.items()}
+
+
+def measure_acceptance(
+    start: StartWith, questions: Questions, plan: Plan, say: Say
+) -> AcceptanceReport:
+    # Drafters first: one that does not fit is refused before anything is measured.
+    engines = [(k, plan.batch_size, [k]) for k in plan.speed_ks]
+    if plan.untimed_ks:
+        engines.append((max(plan.untimed_ks), plan.acceptance_batch, plan.untimed_ks))
+    engines.append((0, plan.batch_size, [0]))
+    runs: dict[tuple[str, float, int], Run] = {}
+    config = None
+    for number, (most, batch, ks) in enumerate(engines, start=1):
+        llm = start(most, batch)
+        config = config or llm.config
+        _check_room(llm.config, questions)
+        _warm_up(llm, questions, plan)
+        for place in ((n, t, k) for n in questions for t in plan.temperatures for k in ks):
+            runs[place] = _ask(llm, questions[place[0]], plan, *place[1:])
+            say(f"engine {number} of {len(engines)}: {_summary(place, runs[place])}")
+        del llm  # its memory is the next one's
+    assert config is not None
+    rows = [
+        Row(name, t, k, runs[name, t, k], runs[name, t, 0], k in plan.speed_ks)
+        for name in questions
+        for t in plan.temperatures
+        for k in sorted({*plan.ks, *plan.speed_ks})
+    ]
+    return AcceptanceReport(plan, config, rows)
+
+
+def _ask(llm: LLM, prompts: Sequence[list[int]], plan: Plan, temperature: float, k: int) -> Run:
+    params = [plan.params(temperature, number, k) for number in range(len(prompts))]
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return Run(add_counts(outputs, k), len(outputs), num_tokens, seconds)
+
+
+def add_counts(outputs: Iterable[RequestOutput], k: int) -> SpecCounts:
+    """Of requests that asked for `k` drafts a step; their engine may have places for more."""
+    total = SpecCounts.of(k)
+    for output in outputs:
+        counts = output.outputs[0].spec or SpecCounts.of(k)
+        total.num_drafts += counts.num_drafts
+        total.num_draft_tokens += counts.num_draft_tokens
+        total.num_accepted_tokens += counts.num_accepted_tokens
+        for position, count in enumerate(counts.num_accepted_tokens_per_pos[:k]):
+            total.num_accepted_tokens_per_pos[position] += count
+    return total
+
+
+def _warm_up(llm: LLM, questions: Questions, plan: Plan) -> None:
+    prompts = next(iter(questions.values()))[: llm.config.schedule.max_num_seqs]
+    for temperature in plan.temperatures:
+        params = plan.params(temperature, 0).replace(max_tokens=WARM_TOKENS)
+        llm.generate(prompts, params, use_tqdm=False)
+
+
+def _check_room(config: Config, questions: Questions) -> None:
+    limit = config.schedule.max_model_len
+    for name, prompts in questions.items():
+        longest = max(len(prompt) for prompt in prompts)
+        if longest >= limit:
+            raise ConfigError(
+                f"--questions {name} has one of {longest} tokens and max_model_len={limit} leaves "
+                "no room for its answer: take it out or raise max_model_len"
+            )
+
+
+def _summary(place: tuple[str, float, int], run: Run) -> str:
+    name, temperature, k = place
+    kind = f"K = {k}, {run.counts.mean_acceptance_length:.2f} a step" if k else "plain"
+    return (
+        f"{Path(name).stem}, temperature {temperature:g}, {kind}, {run.num_tokens} tokens in "
+        f"{run.seconds:.1f} s"
+    )

@@ -1,0 +1,97 @@
+"""Acceptance as a table, a picture and a JSON line."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stoop.bench.acceptance import AcceptanceReport, Row, Say
+from stoop.bench.report import print_json
+from stoop.bench.step import device_name
+
+
+def print_acceptance(
+    report: AcceptanceReport, model: str, drafter: dict[str, Any], out: Path | None
+) -> None:
+    plan, config = report.plan, report.config
+    table = Table(title=f"accepted drafts of {model}")
+    table.add_column("questions")
+    for column in ("T", "K", "by position, %", "length", "tok/s", "plain", "gain"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for _, group in groupby(report.rows, key=_place):
+        for row in group:
+            table.add_row(*_cells(row))
+        table.add_section()
+    console = Console()
+    console.print(table)
+    console.print(
+        "[dim]by position, length: drafts and tokens of a step that verified any; tok/s: "
+        f"{plan.batch_size} at a time, prompts included; plain: the same without drafts[/dim]"
+    )
+    print_json(
+        {
+            "bench": "acceptance",
+            "model": model,
+            "speculative_config": drafter,
+            "batch_size": plan.batch_size,
+            "acceptance_batch": plan.acceptance_batch,
+            "max_tokens": plan.max_tokens,
+            "graph_mode": config.graph.mode,
+            "dtype": config.device.dtype,
+            "device": device_name(config.device.device),
+            "rows": [row.as_record() for row in report.rows],
+        },
+        out,
+    )
+
+
+def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
+    """Tokens a step by K, and how far drafts stand at the largest K; needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("no plot: matplotlib is not installed (pip install 'stoop[train]')")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (lengths, rates) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for (name, temperature), group in groupby(report.rows, key=_place):
+        rows = list(group)
+        label = f"{Path(name).stem}, T = {temperature:g}"
+        lengths.plot(
+            [row.k for row in rows],
+            [row.run.counts.mean_acceptance_length for row in rows],
+            "o-",
+            label=label,
+        )
+        positions = rows[-1].run.counts.acceptance_rates
+        rates.plot(range(1, len(positions) + 1), positions, "o-", label=label)
+    lengths.set(xlabel="K", ylabel="tokens a step")
+    rates.set(xlabel=f"draft, K = {report.rows[-1].k}", ylabel="share that stands", ylim=(0, 1))
+    lengths.legend()
+    rates.legend()
+    figure.savefig(image, dpi=120, format="png")
+    pyplot.close(figure)
+    say(f"plot: {image}")
+
+
+def _place(row: Row) -> tuple[str, float]:
+    return row.questions, row.temperature
+
+
+def _cells(row: Row) -> list[str]:
+    record = row.as_record()
+    speed, gain = record["tokens_per_s"], record["speedup"]
+    return [
+        Path(row.questions).stem,
+        f"{row.temperature:g}",
+        str(row.k),
+        " ".join(f"{rate * 100:.0f}" for rate in record["acceptance_rates"]),
+        f"{record['mean_acceptance_length']:.2f}",
+        f"{speed:.1f}" if speed else "-",
+        f"{record['plain_tokens_per_s']:.1f}",
+        f"{gain:.2f}x" if gain else "-",
+    ]

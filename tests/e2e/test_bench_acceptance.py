@@ -1,0 +1,132 @@
+"""`stoop bench acceptance`: from files of questions to a table, a file and a JSON line."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoop.bench.acceptance import encode_questions, read_questions
+from stoop.cli.main import main
+from stoop.text.tokenizer import Tokenizer
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+FIELDS = {
+    *("questions", "temperature", "k", "num_answers", "num_tokens", "num_drafts"),
+    *("acceptance_rates", "mean_acceptance_length"),
+    *("tokens_per_s", "plain_tokens_per_s", "speedup"),
+}
+
+
+@pytest.fixture
+def stoop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable:
+    """Runs the command; its exit code and what it wrote."""
+
+    def run(*args: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["stoop", "bench", "acceptance", *args])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Two layouts."""
+    chat, plain = tmp_path / "chat.jsonl", tmp_path / "plain.jsonl"
+    turns = [["first question", "and then?"], ["second"], ["third"], ["fourth"]]
+    lines = [{"question_id": n, "category": "c", "turns": each} for n, each in enumerate(turns)]
+    chat.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    plain.write_text('{"prompt": "abababab"}\n{"text": "xyxyxyxy"}\n')
+    return [chat, plain]
+
+
+def test_a_table_a_file_and_a_json_line(
+    text_model: Path, files: list[Path], tmp_path: Path, stoop: Callable
+) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "plot.png"
+    args = [arg for path in files for arg in ("--questions", str(path))]
+    args += ["--k", "1,3", "--max-tokens", "12", "--limit", "2", "-sc", NGRAM, "--device", "cpu"]
+    code, shown, progress = stoop(
+        str(text_model), *args, "--out", str(out), "--plot", str(plot), "--max-model-len", "128"
+    )
+    assert code == 0, progress
+    record = json.loads(shown.splitlines()[-1])
+    assert json.loads(out.read_text()) == record
+    assert "by position" in shown and "engine 1 of 3: chat, temperature 0, K = 2" in progress
+    assert plot.exists() or "matplotlib is not installed" in progress
+    assert (record["bench"], record["batch_size"], record["max_tokens"]) == ("acceptance", 1, 12)
+    assert record["speculative_config"]["method"] == "ngram"
+    rows = record["rows"]
+    places = [(row["questions"], row["temperature"], row["k"]) for row in rows]
+    assert places == [(str(f), t, k) for f in files for t in (0, 1) for k in (1, 2, 3)]
+    for row in rows:
+        assert set(row) == FIELDS
+        assert row["num_answers"] == 2 and row["num_tokens"] <= 24
+        assert len(row["acceptance_rates"]) == row["k"]
+        length = 1 + sum(row["acceptance_rates"])
+        assert row["mean_acceptance_length"] == pytest.approx(length, rel=1e-3)
+        assert row["plain_tokens_per_s"] > 0
+        assert (row["tokens_per_s"] is None) == (row["speedup"] is None) == (row["k"] != 2)
+
+
+def test_the_first_turn_goes_through_the_chat_template(text_model: Path, files: list[Path]) -> None:
+    tokenizer = Tokenizer.from_folder(text_model)
+    found = read_questions(files, limit=2)
+    chat = encode_questions(found, tokenizer, raw=False)[str(files[0])]
+    text = "<s>user: first question</s><s>assistant: "
+    assert tokenizer.decode(chat[0], skip_special_tokens=False) == text
+    assert "third" in tokenizer.decode(chat[1])  # spread over the file
+    bare = encode_questions(found, tokenizer, raw=True)[str(files[1])]
+    assert [tokenizer.decode(ids) for ids in bare] == ["abababab", "xyxyxyxy"]
+
+
+def test_a_model_without_a_chat_template_needs_raw(
+    text_model: Path, files: list[Path], tmp_path: Path, stoop: Callable
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(text_model, bare)
+    (bare / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    args = [str(bare), "--questions", str(files[1]), "-sc", NGRAM, "--k", "2", "--device", "cpu"]
+    code, _, progress = stoop(*args)
+    assert code == 2 and "no chat template: add --raw" in progress
+    code, shown, _ = stoop(*args, "--raw", "--max-tokens", "4", "--temperature", "0")
+    assert code == 0
+    (row,) = json.loads(shown.splitlines()[-1])["rows"]
+    assert row["num_answers"] == 2 and row["speedup"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "pattern"),
+    [
+        ([], "needs a drafter"),
+        (["-sc", "none"], "needs a drafter"),
+        (["-sc", NGRAM], "no questions: give --questions"),
+        (["-sc", NGRAM, "--questions", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["-sc", NGRAM, "--questions", "EMPTY"], "is empty"),
+        (["-sc", NGRAM, "--questions", "LONG"], "no room for its answer"),
+        (["-sc", '{"method": "ngram"}'], "--speed-k"),
+        (["-sc", NGRAM, "--k", "17"], "1 to 16"),
+        (["-sc", NGRAM, "--k", "a"], "such as 1,8"),
+        (["-sc", NGRAM, "--temperature", "-1"], "such as 0,1"),
+        (["-sc", NGRAM, "--temperature", "nan"], "such as 0,1"),
+        (["-sc", NGRAM, "--out", "/no/such/folder/x.json"], "does not exist"),
+        (["-sc", NGRAM, "--plot", "/tmp"], "is a folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    args: list[str], pattern: str, text_model: Path, tmp_path: Path, stoop: Callable
+) -> None:
+    contents = {"EMPTY": "\n", "LONG": json.dumps({"prompt": "x" * 64})}
+    for name, text in contents.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(text)
+        args = [str(path) if arg == name else arg for arg in args]
+    code, _, err = stoop(str(text_model), *args, "--device", "cpu", "--max-model-len", "64")
+    assert code == 2
+    (line,) = [text for text in err.splitlines() if text.startswith("error: ")]
+    assert pattern in line
