@@ -1,5 +1,6 @@
 """`stoop bench`: speed, as a table and as a JSON line."""
 
+import importlib.util
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -118,6 +119,8 @@ def latency(
     sizes, lengths = _sizes(batch_size), _sizes(input_len)
     if peer not in (None, "transformers"):
         raise ConfigError(f"--peer {peer}: transformers is the only one")
+    if peer and importlib.util.find_spec(peer) is None:
+        raise ConfigError(f"--peer {peer}: it is not installed here; pip install {peer}")
     if k and shape is None:
         raise ConfigError(f"--k {k} is about the head of a --shape: add one, or use -sc")
     if shape is not None and (model != DEFAULT_MODEL or (k and engine["speculative_config"])):

@@ -34,14 +34,15 @@ def tune(
     last line is JSON.
     """
     from stoop.ops.kernels.linear_choice import MAX_TOKENS
+    from stoop.worker.device import find_device
 
     counts = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(1 <= count <= MAX_TOKENS for count in counts):
         raise ConfigError(f"--tokens {tokens}: use numbers from 1 to {MAX_TOKENS}")
+    if find_device(engine["device"] or "auto") == "cpu":
+        raise ConfigError("tune measures a GPU, and there is none here or --device is cpu")
     llm = start_llm(model, {**engine, "graph_mode": "none", "skip_tokenizer_init": True})
     runner = llm.engine.runner
-    if runner.device.type != "cuda":
-        raise ConfigError("tune measures a GPU, and the engine is on a CPU: give --device cuda")
     products = runner.find_products()
     if not products:
         dtype = llm.config.device.dtype

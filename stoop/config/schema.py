@@ -221,7 +221,8 @@ class EngineOptions:
         default="auto",
         metadata={
             "help": "auto (triton on CUDA, reference elsewhere), triton, reference, flashinfer "
-            "(an extra: stoop[flashinfer]), or hostplan: planned on the host, for testing graphs"
+            "(the library, installed with stoop's extra of that name), or hostplan: planned on the "
+            "host, for testing graphs"
         },
     )
     graph_mode: str = field(
