@@ -47,14 +47,19 @@ def check_answers(
     """Each prompt alone, greedily, with and without the drafter; then all as one batch with it."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
 
-    def ask(llm: LLM, *batches: Sequence[Prompt]) -> list[CompletionOutput]:
-        outputs = [llm.generate(list(batch), params, use_tqdm=False) for batch in batches]
-        return [output.outputs[0] for batch in outputs for output in batch]
+    def ask(llm: LLM, stage: str, *batches: Sequence[Prompt]) -> list[CompletionOutput]:
+        found: list[CompletionOutput] = []
+        for done, batch in enumerate(batches):
+            report(stage, done, len(batches))
+            outputs = llm.generate(list(batch), params, use_tqdm=False)
+            found += [output.outputs[0] for output in outputs]
+        return found
 
     alone = [[prompt] for prompt in prompts]
     # One engine after the other: each may take most of the device's memory.
-    plain = ask(LLM(model, report=report, **{**options, "speculative_config": None}), *alone)
-    drafted = ask(LLM(model, report=report, **options), *alone, prompts)
+    undrafted = {**options, "speculative_config": None}
+    plain = ask(LLM(model, report=report, **undrafted), "answering without drafts", *alone)
+    drafted = ask(LLM(model, report=report, **options), "answering with drafts", *alone, prompts)
     return compare(plain * 2, drafted, len(prompts))
 
 

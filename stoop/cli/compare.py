@@ -47,7 +47,7 @@ def compare(
     with StageProgress() as report:
         found = check_answers(model, engine, asked, max_tokens, report)
     print(f"{found.num_equal} of {found.num_answers} answers equal, {found.num_tokens} tokens")
-    print(f"noise of the lead of the best token over the second: {found.noise:.4f}")
+    print(f"noise of the lead of the best token over the second: {found.noise:.2g}")
     for each in found.divergences:
         state = "within noise" if each.gap <= found.noise else "NOT EXPLAINED"
         print(f"prompt {each.prompt + 1}, token {each.position + 1}: lead {each.gap:.4f}, {state}")
