@@ -131,11 +131,7 @@ class LaunchedStep:
     batch: InputBatch
     outcome: Outcome
     reader: ScoreReader
-
-    @property
-    def wants_scores(self) -> bool:
-        """Whether hidden states must stay as they are until the result is read."""
-        return any(row.rules.params.wants_scores for row in self.batch.plan_rows)
+    wants_scores: bool  # hidden states must stay as they are until the result is read
 
     def result(self) -> StepResult:
         self.outcome.wait()

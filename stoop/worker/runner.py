@@ -54,6 +54,7 @@ class Step:
     descriptor: BatchExecutionDescriptor
     metadata: Any  # the attention backend's
     needs: SamplingNeeds
+    wants_scores: bool = False
 
     def as_drafted(self) -> DraftStep:
         """As the drafter sees it; a graph of the whole step draws by kind, not by need."""
@@ -70,6 +71,7 @@ class _Way:
     needs: SamplingNeeds
     descriptor: BatchExecutionDescriptor
     query_len: int | None
+    wants_scores: bool
 
 
 class ModelRunner:
@@ -156,7 +158,8 @@ class ModelRunner:
         """Hand a step to the device; nothing here waits for it. Results are read in order."""
         step = self.prepare(plan)
         self.run(step)
-        return LaunchedStep(plan.index, step.batch, self.outcomes.send(), self.score_reader)
+        outcome = self.outcomes.send()
+        return LaunchedStep(plan.index, step.batch, outcome, self.score_reader, step.wants_scores)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
@@ -175,7 +178,8 @@ class ModelRunner:
         batch = self.buffers.load_rows(
             plan.rows, way.descriptor.num_reqs, way.descriptor.num_tokens, way.query_len
         )
-        return Step(batch, way.descriptor, self.backend.build(batch), way.needs)
+        metadata = self.backend.build(batch)
+        return Step(batch, way.descriptor, metadata, way.needs, way.wants_scores)
 
     def _find_way(self, rows: list[PlannedRow]) -> "_Way":
         """Found again for every change of the batch alone: an epoch stands for a request."""
@@ -189,7 +193,8 @@ class ModelRunner:
         query_len = descriptor.query_len
         if shape.decode and descriptor.mode < RunMode.FULL:
             query_len = self.query_len
-        self._way = _Way(key, needs, descriptor, query_len)
+        wants_scores = any(row.rules.params.wants_scores for row in rows)
+        self._way = _Way(key, needs, descriptor, query_len, wants_scores)
         return self._way
 
     def run(self, step: Step) -> None:

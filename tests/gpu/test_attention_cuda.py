@@ -1,12 +1,14 @@
 """Paged attention on a CUDA device: right for many shapes, right in a graph, and how fast."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from kernels.test_attention import Heads, Row, assert_right, attend, attend_densely, make_case
 from torch import Tensor
+
+from stoop.ops.kernels.linear_tuning import time_graph
 
 pytestmark = [
     pytest.mark.gpu,
@@ -131,7 +133,8 @@ class Load:
 
     def milliseconds(self) -> float:
         """Of one call, in a graph that has one for each cache."""
-        return time_graph(lambda: [self.run(cache) for cache in self.caches]) / len(self.caches)
+        every = time_graph(lambda: [self.run(cache) for cache in self.caches], repeats=10)
+        return every / len(self.caches)
 
 
 def make_load(batch: int, context: int, query_len: int, heads: Heads, bound: int) -> Load:
@@ -153,23 +156,6 @@ def make_load(batch: int, context: int, query_len: int, heads: Heads, bound: int
         (starts, every(context), every(context + query_len), slots, table),
         bound,
     )
-
-
-def time_graph(function: Callable[[], object], repeats: int = 10) -> float:
-    for _ in range(2):
-        function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2]
 
 
 def skip_unless_h200() -> None:

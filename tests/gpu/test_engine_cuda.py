@@ -128,7 +128,7 @@ def test_kv_cache_fills_its_share_and_no_more(tmp_path: Path) -> None:
 
 
 def test_phases_do_not_wait_for_the_device(checkpoint: str, prompts: list[list[int]]) -> None:
-    """Between `prepare` and `collect` the host only launches."""
+    """From the inputs to the update the host only launches."""
     llm = LLM(checkpoint, dtype="float32", device="cuda", kv_cache_memory="64MiB", **SETTINGS)
     tokens(llm, prompts)  # first launches may wait, for example to load kernels
     runner = llm.engine.runner

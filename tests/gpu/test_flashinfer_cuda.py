@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.watching import forbid_waits
 from kernels.test_attention import POISON_BLOCK, Heads, Row, attend_densely, make_case
 from torch import Tensor
 
@@ -233,21 +234,7 @@ def test_a_replayed_step_waits_for_nobody(mode: str) -> None:
         settings = {"max_num_seqs": 4, "num_kv_blocks": 256, "max_model_len": 192}
         names = {"attention_backend": "flashinfer", "skip_tokenizer_init": True}
         llm = LLM(folder, graph_mode=mode, **settings, **names, **options)
-    runner = llm.engine.runner
-    run_step, seen = runner.run, []
-
-    def strict(step: Any) -> None:
-        if step.descriptor.query_len is None:
-            run_step(step)
-            return
-        seen.append(step.descriptor.mode)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            run_step(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    runner.run = strict  # type: ignore[method-assign]
+    seen = forbid_waits(llm, decodes_only=True)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     llm.generate([[5], [6, 7]], params, use_tqdm=False)
     assert set(seen) == {RunMode.STEP if mode == "step" else RunMode.FULL}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.watching import forbid_waits
 
 from stoop import LLM, SamplingParams
 from stoop.check.graphs import TINY_CONFIG, run_checks, tiny_model
@@ -70,22 +71,12 @@ def test_a_refused_capture_leaves_the_backend_usable(backend: CudaGraphBackend) 
 
 
 def test_a_replayed_decode_step_does_not_wait_for_the_device(tiny: str) -> None:
-    """Between `prepare` and `collect`, pieces and the attention between them are only launched."""
+    """Pieces and the attention between them are only launched, from inputs to update."""
     options = {"load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True}
     llm = LLM(tiny, graph_mode="piecewise", kv_cache_memory="64MiB", max_num_seqs=4, **options)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = llm.generate([[1, 2, 3], [4, 5]], params)  # first launches may wait
-    runner, run, modes = llm.engine.runner, llm.engine.runner.run, []
-
-    def strict(step: Any) -> None:
-        modes.append(step.descriptor.mode)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            run(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    runner.run = strict  # type: ignore[method-assign]
+    modes = forbid_waits(llm)
     again = llm.generate([[1, 2, 3], [4, 5]], params)
     assert modes.count(RunMode.PIECEWISE) >= 11
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]

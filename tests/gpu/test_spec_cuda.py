@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.watching import forbid_waits
 from spec.drafters import GREEDY, MODES, SEEDED, DrafterStore, make_llm, run
 
 from stoop.graph.descriptor import RunMode
@@ -96,21 +97,7 @@ def test_a_head_that_is_right_gives_k_plus_1_tokens_a_step(drafters: DrafterStor
 def test_a_replayed_step_waits_for_nobody(drafters: DrafterStore, mode: str) -> None:
     """From the inputs to the last draft, nothing makes the host wait."""
     llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, **KERNELS)
-    runner = llm.engine.runner
-    run_step, seen = runner.run, []
-
-    def strict(step: Any) -> None:
-        if step.descriptor.query_len is None:
-            run_step(step)
-            return
-        seen.append(step.descriptor.mode)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            run_step(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    runner.run = strict  # type: ignore[method-assign]
+    seen = forbid_waits(llm, decodes_only=True)
     llm.generate([[5], [6, 7]], GREEDY)
     assert set(seen) == {RunMode.STEP if mode == "step" else RunMode.FULL}
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
+from byte_tokenizer import write_tokenizer
 from spec import small_models
-from tokenizers import decoders, models, pre_tokenizers
 
 from stoop import LLM
 from stoop.config.errors import ConfigError
@@ -21,24 +20,11 @@ from stoop.train.settings import DataSettings, Deadline
 from stoop.train.shards import load_corpus, read_counts
 from stoop.train.vocabulary import choose_vocabulary
 
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
-
 
 def write_text_model(folder: Path) -> Path:
     """One token a byte, and a chat template."""
     small_models.write_target(folder, 258, seed=2, sureness=2.0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder)
     return folder
 
 

@@ -132,22 +132,22 @@ class Trial:
         return lambda weight, tiling: by_kernel(weight, tiling) if tiling else by_cublas(weight)
 
 
-def time_graph(function: Callable[[], None]) -> float:
-    """Milliseconds of a replay."""
+def time_graph(function: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Milliseconds of a replay, the median."""
     function()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
     graph.replay()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return sorted(times)[REPEATS // 2]
+    return sorted(times)[repeats // 2]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,29 @@
+"""Runs in which nothing may make the host wait."""
+
+from typing import Any
+
+import torch
+
+from stoop import LLM
+from stoop.graph.descriptor import RunMode
+
+
+def forbid_waits(llm: LLM, *, decodes_only: bool = False) -> list[RunMode]:
+    """From now on a wait inside a step's phases is an error; returns the modes of such steps, as
+    they come."""
+    runner, seen = llm.engine.runner, []
+    run = runner.run
+
+    def strict(step: Any) -> None:
+        if decodes_only and step.descriptor.query_len is None:
+            run(step)
+            return
+        seen.append(step.descriptor.mode)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner.run = strict  # type: ignore[method-assign]
+    return seen
