@@ -110,20 +110,25 @@ def _event(entry: dict[str, Any]) -> Event:
 
 def device_times(trace: Trace, num_steps: int, seconds: float) -> DeviceTimes:
     """`seconds` is what the steps took the host."""
-    busy, idle = _busy_and_idle(trace.device)
+    busy, _ = _busy_and_idle(trace.device)
+    # The first step finds a device that has been waited for: what counts comes behind its last.
+    _, idle = _busy_and_idle(trace.device[max(0, len(trace.device) // num_steps - 1) :])
     host = seconds * 1e6 - _waiting(trace)
     return DeviceTimes(
         kernels_per_step=len(trace.device) / num_steps,
         busy_ms=busy / num_steps / 1000,
-        idle_ms=idle / num_steps / 1000,
+        idle_ms=idle / max(1, num_steps - 1) / 1000,
         host_ms=host / num_steps / 1000,
     )
 
 
 def kernel_rows(trace: Trace, num_steps: int) -> list[KernelRow]:
-    """By name, the dearest first: kernels, or without a device, operations by their own time."""
+    """By name, the dearest first: kernels, or without a device, operations by their own time.
+
+    A kernel may start while the one before it still runs: what counts is by how much it ends later.
+    """
     spent: dict[str, list[float]] = defaultdict(list)
-    for event, us in _times(trace.device) if trace.device else _own_times(trace.ops):
+    for event, us in _added_times(trace.device) if trace.device else _own_times(trace.ops):
         spent[event.name].append(us)
     total = sum(sum(times) for times in spent.values())
     rows = [
@@ -170,8 +175,12 @@ def _waiting(trace: Trace) -> float:
     )
 
 
-def _times(events: list[Event]) -> Iterator[tuple[Event, float]]:
-    return ((event, event.duration) for event in events)
+def _added_times(events: list[Event]) -> Iterator[tuple[Event, float]]:
+    """Each event's time that none before it covers: they add up to the time that any runs."""
+    last = 0.0
+    for event in events:
+        yield event, max(0.0, event.end - max(event.start, last))
+        last = max(last, event.end)
 
 
 def _own_times(ops: list[Event]) -> Iterator[tuple[Event, float]]:

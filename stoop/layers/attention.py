@@ -40,8 +40,12 @@ class Attention(nn.Module):
         stream: Tensor,
         rotation: Rotation,
         ctx: ForwardContext,
+        keep: bool = False,
     ) -> Tensor:
-        """The stream with what `x`, normalised by `norm`, attends to."""
+        """The stream with what `x`, normalised by `norm`, attends to.
+
+        keep: the stream is used later, too, so its memory must not be taken
+        """
         shape = self.shape
         qkv = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
         qkv = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
@@ -49,7 +53,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         out = ctx.attend(self.layer, shape, qkv, rotation, norms)
-        return self.o_proj.onto(out.reshape(-1, self.q_size), stream)
+        return self.o_proj.onto(out.reshape(-1, self.q_size), stream, keep=keep, idle=True)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots()

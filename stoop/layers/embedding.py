@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoop.layers.weights import WeightSlot, empty_parameter
+from stoop.ops.embedding import embed
 from stoop.ops.linear import logits_of
 
 
@@ -15,7 +15,7 @@ class Embedding(nn.Module):
         self.weight = empty_parameter(vocab_size, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        return embed(token_ids, self.weight)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield WeightSlot("weight", self.weight.data)

@@ -24,9 +24,9 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
-    def onto(self, x: Tensor, stream: Tensor) -> Tensor:
-        """Its outputs added to the residual stream."""
-        return linear_add(x, self.weight, self.bias, stream)
+    def onto(self, x: Tensor, stream: Tensor, *, keep: bool = False, idle: bool = False) -> Tensor:
+        """Its outputs added to the residual stream; keep and idle as in `linear_add`."""
+        return linear_add(x, self.weight, self.bias, stream, keep=keep, idle=idle)
 
     def of_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)

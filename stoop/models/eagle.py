@@ -74,7 +74,7 @@ class Eagle3Layer(nn.Module):
         stream = feature
         if self.norm_before_residual:
             stream = joined[:, feature.shape[1] :].contiguous()
-        stream = self.self_attn(joined, None, stream, rotation, ctx)
+        stream = self.self_attn(joined, None, stream, rotation, ctx, keep=True)
         return self.mlp(stream, self.post_attention_layernorm)
 
     def weight_slots(self) -> Iterator[WeightSlot]:

@@ -47,8 +47,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
-    def forward(self, stream: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        stream = self.self_attn(stream, self.input_layernorm, stream, rotation, ctx)
+    def forward(
+        self, stream: Tensor, rotation: Rotation, ctx: ForwardContext, keep: bool = False
+    ) -> Tensor:
+        """keep: the stream is used later, too"""
+        stream = self.self_attn(stream, self.input_layernorm, stream, rotation, ctx, keep)
         return self.mlp(stream, self.post_attention_layernorm)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
@@ -105,9 +108,10 @@ class LlamaModel(nn.Module):
         stream: Tensor = self.embed_tokens(input_ids)
         streams: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            if index in taps:
+            tapped = index in taps
+            if tapped:
                 streams[index] = stream
-            stream = layer(stream, rotation, ctx)
+            stream = layer(stream, rotation, ctx, keep=tapped)
         streams[len(self.layers)] = stream
         if out is None:
             out = self.norm(stream)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoop.ops.kernels.linear_choice import uses_skinny
+from stoop.ops.kernels.linear_choice import HALF, uses_skinny
 from stoop.ops.norm import rms_norm, silu_and_mul
 
 FEW = 4  # tokens for which bands always pay
@@ -44,17 +44,33 @@ def logits_of(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in float32 or better, not rounded to less where that costs nothing."""
     if uses_skinny("logits", x, weight):
         return kernels().skinny_linear(x, weight, dtype=torch.float32)
+    if x.device.type == "cuda" and x.dtype in HALF:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
     logits = linear(x, weight)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor) -> Tensor:
-    """stream + x @ weight.T + bias. stream: [tokens, outputs]"""
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stream: Tensor,
+    *,
+    keep: bool = False,
+    idle: bool = False,
+) -> Tensor:
+    """stream + x @ weight.T + bias
+
+    stream: [tokens, outputs]; keep: its memory must not be taken for the sum
+    idle: until x is there, nothing else reads much memory
+    """
     if uses_skinny("add", x, weight):
-        return kernels().linear_add(x, weight, bias, stream)
+        return kernels().linear_add(x, weight, bias, stream, idle)
     if x.device.type == "cpu" or bias is not None:
         return stream + linear(x, weight, bias)
-    return torch.addmm(stream, x, weight.t())  # rounded once
+    if keep or torch.is_grad_enabled():
+        return torch.addmm(stream, x, weight.t())  # rounded once, but begun with a copy
+    return stream.addmm_(x, weight.t())
 
 
 def norm_linear(

@@ -252,8 +252,7 @@ class ModelRunner:
         hidden = self.hidden[: batch.num_tokens_padded]
         _, streams = self.model(batch.input_ids, batch.positions, context, self.tap_layers, hidden)
         if self.taps is not None:
-            for index, stream in enumerate(streams):
-                self.taps[: batch.num_tokens_padded, index].copy_(stream)
+            torch.stack(streams, dim=1, out=self.taps[: batch.num_tokens_padded])
 
     def verify(self, batch: InputBatch, needs: SamplingNeeds, max_seq_len: int, width: int) -> None:
         """V: logits behind each row's newest token and behind each of its drafts; which drafts

@@ -61,6 +61,17 @@ def test_joined_embeddings_equal_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 576, 2100])
+def test_embeddings_are_looked_up(size: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels import embedding as kernels
+
+    table = torch.randn(9, size).to(dtype)
+    token_ids = torch.tensor([8, 0, 3, 3, 1], dtype=torch.int32)
+    assert torch.equal(kernels.embed(token_ids, table), table[token_ids.long()])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("index", [None, [], [5], [5, 0, 5, 2]])
 def test_taken_rows_are_kept_and_normalised(index: list[int] | None, dtype: torch.dtype) -> None:
     """Zeros follow them, whatever stood there."""
@@ -93,15 +104,18 @@ def test_silu_and_mul_equals_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_norms_compile_for_an_h200(size: int, dtype: torch.dtype) -> None:
     from stoop.ops.kernels import norm as kernels
+    from stoop.ops.kernels.embedding import embed
 
     x = torch.zeros(4, size, dtype=dtype)
+    token_ids = torch.zeros(4, dtype=torch.int32)
     with compile_launches() as found:
+        embed(token_ids, x)
         kernels.rms_norm(x, x[0], 1e-5)
         kernels.silu_and_mul(torch.zeros(4, 2 * size, dtype=dtype))
-        kernels.join_embedded(torch.zeros(4, dtype=torch.int32), x, x[0], x, x[0], 1e-5)
+        kernels.join_embedded(token_ids, x, x[0], x, x[0], 1e-5)
         for index in (None, torch.zeros(4, dtype=torch.int64)):
             kernels.take_and_norm(x, index, torch.zeros_like(x), 4, x[0], 1e-5)
-    assert len(found) == 5
+    assert len(found) == 6
     for compiled in found:
         print(compiled)
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0

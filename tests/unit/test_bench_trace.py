@@ -48,8 +48,8 @@ def test_a_device_is_busy_idle_or_between_kernels_of_a_graph(tmp_path: Path) -> 
     times = device_times(trace, num_steps=2, seconds=200e-6)
     assert times.kernels_per_step == 5
     assert times.busy_ms == pytest.approx((20 + 8 + 4 + 1) / 1000)
-    # 44 to 46 in each step, and 47 to 110 between them.
-    assert times.idle_ms == pytest.approx((2 + 2 + 63) / 2 / 1000)
+    # Before and in the second step: 47 to 110, and 144 to 146. The first is not counted.
+    assert times.idle_ms == pytest.approx((63 + 2) / 1000)
     assert times.host_ms == pytest.approx((200 - 2 * 30) / 2 / 1000)
 
 
@@ -61,6 +61,16 @@ def test_kernels_are_summed_by_name(tmp_path: Path) -> None:
         ("gemm", 2, 6, 0.75),
         ("Memset", 0.5, 2, 0.25),
     ]
+
+
+def test_kernels_that_overlap_count_by_what_they_add(tmp_path: Path) -> None:
+    events = [
+        event("kernel", "gemm", 0, 10, 1),
+        event("kernel", "norm", 4, 8, 1),  # started early: ends 2 later
+        event("kernel", "copy", 5, 3, 2),  # hidden behind both
+    ]
+    rows = kernel_rows(read_trace(write(tmp_path / "trace.json", *events)), num_steps=1)
+    assert {row.name: row.us for row in rows} == {"gemm": 10, "norm": 2, "copy": 0}
 
 
 def test_without_a_device_operations_count_by_their_own_time(tmp_path: Path) -> None:

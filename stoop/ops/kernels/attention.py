@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoop.ops.kernels.launch import overlapping, start_in_turn
+from stoop.ops.kernels.launch import let_next_start, overlapping, prefetch, wait_for_inputs
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -48,19 +48,25 @@ def _load_tile(ptr, offset, mask, column, MASKED: tl.constexpr, HEAD_DIM: tl.con
 
 
 @triton.jit
+def _pages(table_ptr, start, first, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the keys from start on. No page outside of first..seq_len is read, nor its number."""
+    key = start + tl.arange(0, BLOCK_N)
+    return tl.load(table_ptr + key // PAGE, mask=(key >= first) & (key < seq_len), other=0)
+
+
+@triton.jit
 def _attend(
-    q, position, peak, total, acc, start, stop, first, seq_len, window, scale,
+    q, position, peak, total, acc, page, start, stop, first, seq_len, window, scale,
     table_ptr, key_ptr, value_ptr, page_stride, token_stride,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Let queries at `position` see the keys from start to stop: one more part of the softmax.
 
-    No page outside of first..seq_len is read, nor its number. Powers are of 2: `scale` has log2(e).
+    page: those of the first keys. Powers are of 2: `scale` has log2(e).
     """
     column = tl.arange(0, q.shape[1])[None, :]
     key = start + tl.arange(0, BLOCK_N)
-    page = tl.load(table_ptr + key // PAGE, mask=(key >= first) & (key < seq_len), other=0)
     for _ in range(start, stop, BLOCK_N):
         live = key < seq_len
         if WINDOWED:
@@ -121,6 +127,13 @@ def _store_zeros(
 
 
 @triton.jit
+def _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row):
+    begin = tl.load(start_loc_ptr + row)
+    query_len = tl.load(start_loc_ptr + row + 1) - begin
+    return begin, query_len, tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
+
+
+@triton.jit
 def _split_kernel(
     q_ptr, cache_ptr, start_loc_ptr, context_ptr, seq_len_ptr, slot_ptr, table_ptr, out_ptr,
     part_ptr, part_size, max_len, scale, window, num_tokens, num_reqs,
@@ -134,45 +147,55 @@ def _split_kernel(
 
     ALONE: no other kernel serves the batch, so that padding is zeroed here.
     """
-    start_in_turn(PDL)
+    let_next_start(PDL)
+    # Lengths and pages were there before this kernel could start: see launch.py.
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(start_loc_ptr + row)
-    query_len = tl.load(start_loc_ptr + row + 1) - begin
-    if ALONE:
-        end = tl.load(start_loc_ptr + num_reqs)
-        if (split == 0) & (num_tokens > end):
-            for place in range(row * max_len, num_tokens, num_reqs * max_len):
-                _store_zeros(
-                    out_ptr, place, end, tl.minimum(num_tokens, place + max_len),
-                    kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
-                )  # fmt: skip
-    if (query_len == 0) | (query_len > max_len):
-        return
-    context, seq_len = tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
+    begin, query_len, context, seq_len = _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
+    table_ptr += tl.load(slot_ptr + row) * table_stride
     num_splits = tl.num_programs(1)
     first, start, size = _splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
     start += split * size
-    if SPLIT & (start >= seq_len):
+    page = _pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
+    key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
+    HEAD_BYTES: tl.constexpr = HEAD_DIM * cache_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if PDL and HEAD_BYTES % 16 == 0:
+        # Keys of earlier steps are on their way while those of this one are made.
+        key = start + tl.arange(0, BLOCK_N)
+        where = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
+        wanted = tl.where((key >= first) & (key < seq_len), HEAD_BYTES, 0)
+        prefetch(key_ptr + where, wanted)
+        prefetch(key_ptr + value_stride + where, wanted)
+    end = tl.load(start_loc_ptr + num_reqs)
+    wait_for_inputs(PDL)
+
+    if ALONE & (split == 0) & (num_tokens > end):
+        for place in range(row * max_len, num_tokens, num_reqs * max_len):
+            _store_zeros(
+                out_ptr, place, end, tl.minimum(num_tokens, place + max_len),
+                kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+    if (query_len == 0) | (query_len > max_len) | (SPLIT & (start >= seq_len)):
         return
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (m < query_len * GROUP)[:, None] & (column < HEAD_DIM)
     head, token = kv_head * GROUP + m % GROUP, begin + m // GROUP
-    where = token.to(tl.int64) * q_token_stride + head * q_head_stride
-    q = tl.load(q_ptr + where[:, None] + column, mask=inside, other=0.0)
+    q_place = token.to(tl.int64) * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + q_place[:, None] + column, mask=inside, other=0.0)
     position = tl.minimum(context + m // GROUP, seq_len - 1)  # a dead one sees what the last does
-    key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
     peak, total, acc = _attend(
         q, position, tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32),
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), start, tl.minimum(start + size, seq_len), first,
-        seq_len, window, scale, table_ptr + tl.load(slot_ptr + row) * table_stride,
+        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), page, start, tl.minimum(start + size, seq_len),
+        first, seq_len, window, scale, table_ptr,
         key_ptr, key_ptr + value_stride, page_stride, token_stride,
         True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
     )  # fmt: skip
     if not SPLIT:
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        where = token.to(tl.int64) * out_stride + head * HEAD_DIM
-        tl.store(out_ptr + where[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+        out_place = token.to(tl.int64) * out_stride + head * HEAD_DIM
+        tl.store(
+            out_ptr + out_place[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=inside
+        )
     else:
         part = _first_part(row, begin, max_len) + m // GROUP
         part = (part * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * num_splits + split
@@ -198,13 +221,12 @@ def _reduce_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum up the splits that a row has. One query head of one token at a time."""
-    start_in_turn(PDL)
+    let_next_start(PDL)
     kv_head, lane, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(start_loc_ptr + row)
-    query_len = tl.load(start_loc_ptr + row + 1) - begin
+    begin, query_len, context, seq_len = _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
+    wait_for_inputs(PDL)
     if query_len > max_len:
         return
-    context, seq_len = tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
     _, start, size = _splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
@@ -259,12 +281,10 @@ def _tile_kernel(
             GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     row = _find_row(start_loc_ptr, tile, num_reqs, BLOCK_Q)
-    begin = tl.load(start_loc_ptr + row)
-    query_len = tl.load(start_loc_ptr + row + 1) - begin
+    begin, query_len, context, seq_len = _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
     done = (tile - begin // BLOCK_Q - row) * BLOCK_Q  # query tokens of the row in tiles before
     if (done >= query_len) | (query_len <= short):
         return
-    context, seq_len = tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)[None, :]
     nth = done + m // GROUP
@@ -283,14 +303,16 @@ def _tile_kernel(
     key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
     if not WINDOWED:  # keys before the first query: all of them are seen
         middle = (lowest + 1) // BLOCK_N * BLOCK_N
+        page = _pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
         peak, total, acc = _attend(
-            q, position, peak, total, acc, start, middle, first, seq_len, window, scale,
+            q, position, peak, total, acc, page, start, middle, first, seq_len, window, scale,
             table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
             False, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
         )  # fmt: skip
         start = middle
+    page = _pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
     peak, total, acc = _attend(
-        q, position, peak, total, acc, start, stop, first, seq_len, window, scale,
+        q, position, peak, total, acc, page, start, stop, first, seq_len, window, scale,
         table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
         True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
     )  # fmt: skip

@@ -3,6 +3,10 @@
 What it may do before `wait_for_inputs` is what no earlier kernel can spoil: find its place, and ask
 for weights. A kernel so launched has to wait in every program, before it reads what kernels make
 or writes anything at all: then all kernels before it have ended, since each waited for its own.
+
+Positions, lengths and pages may be read before the wait all the same, by the kernels of a layer:
+between them and whoever prepares a step, or a draft decode, stands a kernel that lets the next one
+start only when it has itself waited. That is the lookup of embeddings, in both.
 """
 
 import functools
@@ -43,6 +47,23 @@ def let_next_start_if(condition, PDL: tl.constexpr):
 def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def prefetch(ptr, size):
+    """Ask the second-level cache for `size` bytes at each pointer, a multiple of 16; 0: nothing.
+
+    It is where all kernels meet: what is written later is seen all the same.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptr.to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from stoop.ops.kernels.launch import (
     let_next_start,
     let_next_start_if,
     overlapping,
+    prefetch,
     wait_for_inputs,
 )
 from stoop.ops.kernels.linear_choice import Kind, LinearShape, Tiling, tiling_for
@@ -24,6 +25,10 @@ from stoop.ops.library import register
 INTERPRETED = triton.knobs.runtime.interpret
 AHEAD_BYTES = 32 * 1024  # of weights that a program asks for before its inputs are there
 MAX_WAITING = 1024  # programs, more or less, that a GPU holds at a time
+# Where memory is idle until the inputs are there, all of a weight is asked for, if the second-level
+# cache holds it: by so many programs, which start early.
+WHOLE_BYTES = 32 * 2**20
+MAX_SHARES = 256
 AT_START = tl.constexpr(linear_choice.AT_START)
 AFTER_LOOP = tl.constexpr(linear_choice.AFTER_LOOP)
 
@@ -38,22 +43,23 @@ def _row(index, first, num_outputs, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(
+def _prefetch_rows(
     weight_ptr, first, num_outputs, num_inputs,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Ask the second-level cache for the first AHEAD bytes of each row, a multiple of 16."""
+    """The first AHEAD bytes of each row of a program."""
     thread = tl.arange(0, THREADS)
     row = _row(thread, first, num_outputs, OUTPUTS).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [(weight_ptr + row * num_inputs).to(tl.int64), tl.where(thread < ROWS, AHEAD, 0)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(weight_ptr + row * num_inputs, tl.where(thread < ROWS, AHEAD, 0))
+
+
+@triton.jit
+def _prefetch_share(weight_ptr, SHARES: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):
+    """One of SHARES parts of AHEAD bytes, whoever is to read them: a chunk of them a thread."""
+    CHUNK: tl.constexpr = (AHEAD // (SHARES * THREADS) + 15) // 16 * 16
+    part = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
+    size = tl.minimum(AHEAD - part * CHUNK, CHUNK)
+    prefetch(weight_ptr.to(tl.int64) + part * CHUNK, tl.where(part < SHARES * THREADS, size, 0))
 
 
 @triton.jit
@@ -153,8 +159,8 @@ def _linear_kernel(
     num_tokens, num_outputs, num_inputs, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
     ONCE: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, WAYS: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, WIDE: tl.constexpr,
-    SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, SHARES: tl.constexpr, THREADS: tl.constexpr,
+    WIDE: tl.constexpr, SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the weight times all tokens. In each block of WAYS * BLOCK_K inputs, every way is one
     warp's: none reads what another does, and their sums are added once, at the end."""
@@ -169,8 +175,10 @@ def _linear_kernel(
     if ONCE:
         weight = _load(rows_ptr, k, k < num_inputs, EVEN)
         norm = _load(norm_ptr, k, k < num_inputs, EVEN)
+    elif SHARES > 0:
+        _prefetch_share(weight_ptr, SHARES, AHEAD, THREADS)
     elif AHEAD > 0:
-        _prefetch(weight_ptr, first, num_outputs, num_inputs, OUTPUTS, ROWS, AHEAD, THREADS)
+        _prefetch_rows(weight_ptr, first, num_outputs, num_inputs, OUTPUTS, ROWS, AHEAD, THREADS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + row)
     wait_for_inputs(PDL)
@@ -220,8 +228,13 @@ def launch(
     norm: tuple[Tensor | None, float] = (None, 0.0),
     residual: Tensor | None = None,
     gated: bool = False,
+    idle: bool = False,
 ) -> None:
-    """norm: its weight and epsilon, or no weight for none. All tensors contiguous."""
+    """All tensors contiguous.
+
+    norm: its weight and epsilon, or no weight for none
+    idle: nothing else reads much memory until x is there
+    """
     num_tokens, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
@@ -230,13 +243,13 @@ def launch(
     outputs = tiling.rows // 2 if gated else tiling.rows
     num_programs = triton.cdiv(num_outputs, outputs)
     step = tiling.ways * tiling.block_k
+    ahead, shares = _ahead(weight, tiling.rows, num_programs, idle)
     _linear_kernel[(num_programs,)](
         x, weight, bias, x if norm[0] is None else norm[0], residual, out,
         num_tokens, num_outputs, num_inputs, norm[1], NORM=norm[0] is not None,
         GATED=gated, DOT=tiling.dot, EVEN=num_inputs % step == 0, ONCE=num_inputs <= step,
         BLOCK_T=tiling.block_t(num_tokens), ROWS=tiling.rows, WAYS=tiling.ways,
-        BLOCK_K=tiling.block_k, AHEAD=_ahead(weight, tiling.rows, num_programs),
-        SIGNAL=tiling.signal,
+        BLOCK_K=tiling.block_k, AHEAD=ahead, SHARES=shares, SIGNAL=tiling.signal,
         LAST=tiling.num_stages * step if tiling.signal == linear_choice.WITH_LAST_LOADS else 0,
         THREADS=32 * tiling.num_warps,
         # Triton's interpreter cannot multiply in bfloat16.
@@ -245,13 +258,17 @@ def launch(
     )  # fmt: skip
 
 
-def _ahead(weight: Tensor, rows: int, num_programs: int) -> int:
-    """Bytes of each row to ask for while the inputs are waited for, if all programs start early."""
+def _ahead(weight: Tensor, rows: int, num_programs: int, idle: bool) -> tuple[int, int]:
+    """Bytes to ask for while the inputs are waited for: of each row of a program, and 0; or of the
+    whole weight, and how many programs share in that."""
     row_bytes = weight.shape[1] * weight.dtype.itemsize
-    aligned = row_bytes % 16 == 0 and weight.data_ptr() % 16 == 0
-    if INTERPRETED or not aligned or num_programs > MAX_WAITING:
-        return 0
-    return min(row_bytes, AHEAD_BYTES // rows)
+    if INTERPRETED or row_bytes % 16 != 0 or weight.data_ptr() % 16 != 0:
+        return 0, 0
+    if idle:
+        return min(weight.nbytes, WHOLE_BYTES), min(num_programs, MAX_SHARES)
+    if num_programs > MAX_WAITING:  # they do not all start early
+        return 0, 0
+    return min(row_bytes, AHEAD_BYTES // rows), 0
 
 
 def _tiling(kind: Kind, x: Tensor, weight: Tensor) -> Tiling:
@@ -269,14 +286,16 @@ def skinny_linear_(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
 
 
 @register(
-    "linear_add_(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor(a!) out) -> ()"
+    "linear_add_(Tensor x, Tensor weight, Tensor? bias, Tensor residual, bool idle, "
+    "Tensor(a!) out) -> ()"
 )
 def linear_add_(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, idle: bool, out: Tensor
 ) -> None:
     """out = residual + x @ weight.T + bias, rounded once. out must not be the residual."""
     assert residual.is_contiguous() and residual.shape == out.shape
-    launch(x, weight, out, _tiling("add", x, weight), bias=bias, residual=residual)
+    tiling = _tiling("add", x, weight)
+    launch(x, weight, out, tiling, bias=bias, residual=residual, idle=idle)
 
 
 @register(
@@ -318,9 +337,11 @@ def skinny_linear(
     return out
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, idle: bool = False
+) -> Tensor:
     out = torch.empty_like(residual)
-    linear_add_(x, weight, bias, residual, out)
+    linear_add_(x, weight, bias, residual, idle, out)
     return out
 
 

@@ -7,7 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoop.ops.kernels.launch import overlapping, start_in_turn
+from stoop.ops.kernels.launch import (
+    let_next_start,
+    overlapping,
+    start_in_turn,
+    wait_for_inputs,
+)
 from stoop.ops.library import register
 
 MAX_WARPS = 16
@@ -82,8 +87,9 @@ def _join_embedded_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each half of a row."""
-    start_in_turn(PDL)
+    """A program for each half of a row. In this order: kernels behind it rely on it."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     live = column < size

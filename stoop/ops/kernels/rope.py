@@ -5,70 +5,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoop.ops.kernels.launch import overlapping, start_in_turn
+from stoop.ops.kernels.launch import let_next_start, overlapping, wait_for_inputs
 from stoop.ops.library import register
 from stoop.ops.rope import HeadNorms, Rotation
 
+PAIRS = 512  # of elements a program
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_positions"])
 def _rotate_and_store_kernel(
-    qkv_ptr,
-    table_ptr,
-    positions_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    slot_mapping_ptr,
-    cache_ptr,
-    q_out_ptr,
-    eps,
-    value_offset,
-    num_positions,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    NORMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One head of one token a program: queries come first, then keys, then values."""
-    start_in_turn(PDL)
+    qkv_ptr, table_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, slot_mapping_ptr, cache_ptr,
+    q_out_ptr, eps, value_offset, num_positions,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token a program: queries come first, then keys, then values."""
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    column = tl.arange(0, BLOCK)
-    live = column < HALF
-    source = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF)
-    first = tl.load(source + column, mask=live, other=0.0)
-    second = tl.load(source + HALF + column, mask=live, other=0.0)
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        x, y = first.to(tl.float32), second.to(tl.float32)
-        if NORMS:
-            weight_ptr = q_norm_ptr if head < NUM_HEADS else k_norm_ptr
-            mean = tl.sum(x * x + y * y, axis=0) / (2 * HALF)
-            scale = tl.rsqrt(mean + eps)
-            upper = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
-            lower = tl.load(weight_ptr + HALF + column, mask=live, other=0.0).to(tl.float32)
-            # Rounded as the norm's output is where it is an operation of its own.
-            x = (x * scale * upper).to(first.dtype).to(tl.float32)
-            y = (y * scale * lower).to(first.dtype).to(tl.float32)
-        position = tl.load(positions_ptr + token)
-        angle = table_ptr + position * HALF + column
-        cos = tl.load(angle, mask=live, other=0.0).to(tl.float32)
-        sin = tl.load(angle + num_positions * HALF, mask=live, other=0.0).to(tl.float32)
-        first = (x * cos - y * sin).to(first.dtype)
-        second = (y * cos + x * sin).to(second.dtype)
-    if head < NUM_HEADS:
-        out = q_out_ptr + (token * NUM_HEADS + head) * (2 * HALF)
-        tl.store(out + column, first, mask=live)
-        tl.store(out + HALF + column, second, mask=live)
-    else:
-        slot = tl.load(slot_mapping_ptr + token)
-        kv_head = head - NUM_HEADS
-        offset = (slot * NUM_KV_HEADS + kv_head) * (2 * HALF)
-        if kv_head >= NUM_KV_HEADS:
-            offset = (slot * NUM_KV_HEADS + kv_head - NUM_KV_HEADS) * (2 * HALF) + value_offset
-        stored = live & (slot >= 0)
-        tl.store(cache_ptr + offset + column, first, mask=stored)
-        tl.store(cache_ptr + offset + HALF + column, second, mask=stored)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    live = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (column < HALF)
+    is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
+    # Positions and slots were there before this kernel could start: see launch.py.
+    angle = table_ptr + tl.load(positions_ptr + token) * HALF + column
+    cos = tl.load(angle, mask=column < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(angle + num_positions * HALF, mask=column < HALF, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping_ptr + token)
+    if NORMS:
+        norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr) + column
+        upper = tl.load(norm_ptr, mask=live, other=0.0).to(tl.float32)
+        lower = tl.load(norm_ptr + HALF, mask=live, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+
+    source = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + column
+    first = tl.load(source, mask=live, other=0.0)
+    second = tl.load(source + HALF, mask=live, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if NORMS:
+        scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / (2 * HALF) + eps)[:, None]
+        # Rounded as the norm's output is where it is an operation of its own.
+        x = (x * scale * upper).to(first.dtype).to(tl.float32)
+        y = (y * scale * lower).to(first.dtype).to(tl.float32)
+    first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))
+    second = tl.where(is_value, second, (y * cos + x * sin).to(second.dtype))
+    out = q_out_ptr + (token * NUM_HEADS + head) * (2 * HALF) + column
+    tl.store(out, first, mask=live & is_query)
+    tl.store(out + HALF, second, mask=live & is_query)
+    kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+    place = (slot * NUM_KV_HEADS + kv_head) * (2 * HALF) + tl.where(is_value, value_offset, 0)
+    stored = live & ~is_query & (slot >= 0)
+    tl.store(cache_ptr + place + column, first, mask=stored)
+    tl.store(cache_ptr + place + column + HALF, second, mask=stored)
 
 
 @register(
@@ -88,12 +75,14 @@ def rotate_and_store_(
 ) -> None:
     tokens, num_heads, head_dim = q_out.shape
     num_kv_heads = cache.shape[3]
-    half = head_dim // 2
-    _rotate_and_store_kernel[(tokens, num_heads + 2 * num_kv_heads)](
+    half, num_all = head_dim // 2, num_heads + 2 * num_kv_heads
+    block = triton.next_power_of_2(half)
+    heads = min(max(1, PAIRS // block), triton.next_power_of_2(num_all))
+    _rotate_and_store_kernel[(tokens, triton.cdiv(num_all, heads))](
         qkv, table, positions, q_norm, k_norm, slot_mapping, cache, q_out,
         eps, cache.stride(0), table.shape[1],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, NORMS=q_norm is not None,
-        BLOCK=triton.next_power_of_2(half), num_warps=1, **overlapping(qkv),
+        HEADS=heads, BLOCK=block, num_warps=4, **overlapping(qkv),
     )  # fmt: skip
 
 
