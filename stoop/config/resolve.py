@@ -182,7 +182,8 @@ def _schedule(
     default_seqs = 16 if device == "cpu" else 256
     max_num_seqs = _given("max_num_seqs", options.max_num_seqs, default_seqs)
     num_drafts = spec.num_tokens if spec else 0
-    default_tokens = max(2048, max_num_seqs * (num_drafts + 1))
+    default_tokens = 2048 if device == "cpu" else 8192
+    default_tokens = max(default_tokens, max_num_seqs * (num_drafts + 1))
     if not options.enable_chunked_prefill:
         default_tokens = max(default_tokens, max_model_len)
     max_tokens = _given("max_num_batched_tokens", options.max_num_batched_tokens, default_tokens)

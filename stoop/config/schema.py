@@ -199,7 +199,7 @@ class EngineOptions:
         default=None, metadata={"help": "requests in one step; default: 16 on a CPU, 256 on a GPU"}
     )
     max_num_batched_tokens: int | None = field(
-        default=None, metadata={"help": "tokens in one step; default: 2048"}
+        default=None, metadata={"help": "tokens in one step; default: 2048 on a CPU, 8192 on a GPU"}
     )
     enable_chunked_prefill: bool = field(
         default=True, metadata={"help": "cut long prompts into chunks that share steps"}

@@ -40,7 +40,7 @@ from stoop.spec.registry import make_speculator
 from stoop.worker.device import prepare_device
 from stoop.worker.graphs import StepGraphs
 from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
-from stoop.worker.output import LaunchedStep, OutcomeRing, ScoreReader
+from stoop.worker.output import LaunchedStep, Outcome, OutcomeRing, ScoreReader
 from stoop.worker.sanitized import StepSanitizer
 
 log = logging.getLogger(__name__)
@@ -157,8 +157,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Hand a step to the device; nothing here waits for it. Results are read in order."""
         step = self.prepare(plan)
-        self.run(step)
-        outcome = self.outcomes.send()
+        outcome = self.run(step)
         return LaunchedStep(plan.index, step.batch, outcome, self.score_reader, step.wants_scores)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -197,12 +196,16 @@ class ModelRunner:
         self._way = _Way(key, needs, descriptor, query_len, wants_scores)
         return self._way
 
-    def run(self, step: Step) -> None:
-        """The phases, by graphs where there are some."""
+    def run(self, step: Step) -> Outcome:
+        """The phases, by graphs where there are some. What the step yields is known, and sent to
+        the host, before drafts for the next one are made, unless one graph does both."""
         if self.sanitizer is not None and self.replays(step):
             self.sanitizer.run(step)
-        else:
-            self.run_phases(step, step.metadata, replay=True)
+            return self.outcomes.send()
+        self._decide(step, step.metadata, replay=True)
+        outcome = self.outcomes.send()
+        self._propose(step, step.metadata, replay=True)
+        return outcome
 
     def replays(self, step: Step) -> bool:
         if step.descriptor.mode is not RunMode.NONE:
@@ -211,6 +214,10 @@ class ModelRunner:
 
     def run_phases(self, step: Step, metadata: Any, *, replay: bool) -> None:
         """All phases in order, cut as the descriptor says; without `replay`, its eager twin."""
+        self._decide(step, metadata, replay=replay)
+        self._propose(step, metadata, replay=replay)
+
+    def _decide(self, step: Step, metadata: Any, *, replay: bool) -> None:
         batch, mode = step.batch, step.descriptor.mode
         if replay and mode is RunMode.STEP:
             if self.speculator is not None:
@@ -224,6 +231,8 @@ class ModelRunner:
                 self.forward(batch, self.context(batch, metadata))
             self._verify_eagerly(step)
             self.update()
+
+    def _propose(self, step: Step, metadata: Any, *, replay: bool) -> None:
         if self.speculator is not None:
             self.speculator.propose(replace(step.as_drafted(), metadata=metadata), replay=replay)
 

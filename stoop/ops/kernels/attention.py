@@ -13,7 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoop.ops.kernels.launch import let_next_start, overlapping, prefetch, wait_for_inputs
+from stoop.ops.kernels.attention_parts import (
+    attend,
+    find_row,
+    first_key,
+    first_part,
+    nothing_seen,
+    pages,
+    prefetch_keys,
+    row_of,
+    splits,
+    store_part,
+    store_zeros,
+    zero_padding,
+)
+from stoop.ops.kernels.launch import let_next_start, overlapping, wait_for_inputs
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -27,110 +41,6 @@ MAX_SPLITS = 64
 MIN_MIXED_SPLITS = 4
 MAX_PARTIAL_BYTES = 128 * 2**20
 REDUCE_PROGRAMS = 16  # a row and KV head
-ROW_CHUNK = tl.constexpr(256)  # rows that the search for a tile's row looks at together
-
-
-@triton.jit
-def _dot(a, b, acc, WIDE: tl.constexpr):
-    if WIDE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _load_tile(ptr, offset, mask, column, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """[keys, columns]; what is masked comes as 0, which also keeps a stale NaN out of products."""
-    if MASKED:
-        return tl.load(ptr + offset, mask=mask[:, None] & (column < HEAD_DIM), other=0.0)
-    if column.shape[1] != HEAD_DIM:
-        return tl.load(ptr + offset, mask=column < HEAD_DIM, other=0.0)
-    return tl.load(ptr + offset)
-
-
-@triton.jit
-def _pages(table_ptr, start, first, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the keys from start on. No page outside of first..seq_len is read, nor its number."""
-    key = start + tl.arange(0, BLOCK_N)
-    return tl.load(table_ptr + key // PAGE, mask=(key >= first) & (key < seq_len), other=0)
-
-
-@triton.jit
-def _attend(
-    q, position, peak, total, acc, page, start, stop, first, seq_len, window, scale,
-    table_ptr, key_ptr, value_ptr, page_stride, token_stride,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Let queries at `position` see the keys from start to stop: one more part of the softmax.
-
-    page: those of the first keys. Powers are of 2: `scale` has log2(e).
-    """
-    column = tl.arange(0, q.shape[1])[None, :]
-    key = start + tl.arange(0, BLOCK_N)
-    for _ in range(start, stop, BLOCK_N):
-        live = key < seq_len
-        if WINDOWED:
-            live &= key >= first
-        place = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
-        offset = place[:, None] + column
-        # One tile ahead: the loads below are pipelined only if their pages are known already.
-        page = tl.load(table_ptr + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < seq_len, other=0)
-        k = _load_tile(key_ptr, offset, live, column, MASKED, HEAD_DIM)
-        zero = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-        scores = _dot(q, tl.trans(k), zero, WIDE) * scale
-        if MASKED:
-            seen = key[None, :] <= position[:, None]
-            if WINDOWED:
-                seen &= key[None, :] > position[:, None] - window
-            scores = tl.where(seen, scores, float("-inf"))
-        fresh = tl.maximum(peak, tl.max(scores, 1))
-        weight = tl.exp2(scores - fresh[:, None])
-        fade = tl.exp2(peak - fresh)
-        v = _load_tile(value_ptr, offset, live, column, MASKED, HEAD_DIM)
-        total = total * fade + tl.sum(weight, 1)
-        acc = _dot(weight.to(v.dtype), v, acc * fade[:, None], WIDE)
-        peak = fresh
-        key += BLOCK_N
-    return peak, total, acc
-
-
-@triton.jit
-def _first_key(position, window, WINDOWED: tl.constexpr):
-    """The oldest key that a query sees."""
-    if WINDOWED:
-        return tl.maximum(position - window + 1, 0)
-    return position * 0
-
-
-@triton.jit
-def _splits(context, seq_len, window, num_splits, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first key of the first split, and keys of each: the same in both kernels that ask."""
-    first = _first_key(tl.minimum(context, seq_len - 1), window, WINDOWED)
-    start = first // BLOCK_N * BLOCK_N
-    size = tl.cdiv(tl.cdiv(seq_len - start, num_splits), BLOCK_N) * BLOCK_N
-    return first, start, tl.maximum(size, BLOCK_N)
-
-
-@triton.jit
-def _store_zeros(
-    out_ptr, begin, end, num_tokens, kv_head, out_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Of the tokens that start at `begin`, those from `end` on are padding."""
-    row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    token = begin + row // GROUP
-    padding = (token >= end) & (token < num_tokens) & (row // GROUP < BLOCK_M // GROUP)
-    offset = token.to(tl.int64) * out_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM
-    zero = tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset[:, None] + column, zero, padding[:, None] & (column < HEAD_DIM))
-
-
-@triton.jit
-def _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row):
-    begin = tl.load(start_loc_ptr + row)
-    query_len = tl.load(start_loc_ptr + row + 1) - begin
-    return begin, query_len, tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
 
 
 @triton.jit
@@ -150,67 +60,50 @@ def _split_kernel(
     let_next_start(PDL)
     # Lengths and pages were there before this kernel could start: see launch.py.
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, query_len, context, seq_len = _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
+    begin, query_len, context, seq_len = row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
     table_ptr += tl.load(slot_ptr + row) * table_stride
     num_splits = tl.num_programs(1)
-    first, start, size = _splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
+    first, start, size = splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
     start += split * size
-    page = _pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
+    page = pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
     key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
-    HEAD_BYTES: tl.constexpr = HEAD_DIM * cache_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and HEAD_BYTES % 16 == 0:
-        # Keys of earlier steps are on their way while those of this one are made.
-        key = start + tl.arange(0, BLOCK_N)
-        where = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
-        wanted = tl.where((key >= first) & (key < seq_len), HEAD_BYTES, 0)
-        prefetch(key_ptr + where, wanted)
-        prefetch(key_ptr + value_stride + where, wanted)
+    if PDL:
+        prefetch_keys(
+            key_ptr, page, start, first, seq_len, value_stride, page_stride, token_stride,
+            PAGE, HEAD_DIM, BLOCK_N,
+        )  # fmt: skip
     end = tl.load(start_loc_ptr + num_reqs)
     wait_for_inputs(PDL)
 
-    if ALONE & (split == 0) & (num_tokens > end):
-        for place in range(row * max_len, num_tokens, num_reqs * max_len):
-            _store_zeros(
-                out_ptr, place, end, tl.minimum(num_tokens, place + max_len),
-                kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
+    if ALONE & (split == 0):
+        zero_padding(
+            out_ptr, row, end, num_tokens, num_reqs, max_len, kv_head, out_stride,
+            GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
     if (query_len == 0) | (query_len > max_len) | (SPLIT & (start >= seq_len)):
         return
-    m = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_D)[None, :]
+    m, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
     inside = (m < query_len * GROUP)[:, None] & (column < HEAD_DIM)
     head, token = kv_head * GROUP + m % GROUP, begin + m // GROUP
     q_place = token.to(tl.int64) * q_token_stride + head * q_head_stride
     q = tl.load(q_ptr + q_place[:, None] + column, mask=inside, other=0.0)
     position = tl.minimum(context + m // GROUP, seq_len - 1)  # a dead one sees what the last does
-    peak, total, acc = _attend(
-        q, position, tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32),
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), page, start, tl.minimum(start + size, seq_len),
-        first, seq_len, window, scale, table_ptr,
+    peak, total, acc = nothing_seen(BLOCK_M, BLOCK_D)
+    peak, total, acc = attend(
+        q, position, peak, total, acc, page, start, tl.minimum(start + size, seq_len), first,
+        seq_len, window, scale, table_ptr,
         key_ptr, key_ptr + value_stride, page_stride, token_stride,
         True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
     )  # fmt: skip
     if not SPLIT:
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
         out_place = token.to(tl.int64) * out_stride + head * HEAD_DIM
-        tl.store(
-            out_ptr + out_place[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=inside
-        )
+        tl.store(out_ptr + out_place[:, None] + column, out, mask=inside)
     else:
-        part = _first_part(row, begin, max_len) + m // GROUP
+        part = first_part(row, begin, max_len) + m // GROUP
         part = (part * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * num_splits + split
-        tl.store(part_ptr + part[:, None] * HEAD_DIM + column, acc, mask=inside)
         alive = m < query_len * GROUP
-        sums_ptr = part_ptr + part_size * HEAD_DIM
-        tl.store(sums_ptr + part, peak, mask=alive)
-        tl.store(sums_ptr + part_size + part, total, mask=alive)
-
-
-@triton.jit
-def _first_part(row, begin, max_len):
-    """Where a row of at most max_len tokens has its partial results, in min(tokens, rows * max_len)
-    places: never in those of the row before, by either bound."""
-    return tl.minimum(begin, row * max_len)
+        store_part(part_ptr, part_size, part, inside, alive, peak, total, acc, column, HEAD_DIM)
 
 
 @triton.jit
@@ -223,11 +116,11 @@ def _reduce_kernel(
     """Sum up the splits that a row has. One query head of one token at a time."""
     let_next_start(PDL)
     kv_head, lane, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, query_len, context, seq_len = _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
+    begin, query_len, context, seq_len = row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
     wait_for_inputs(PDL)
     if query_len > max_len:
         return
-    _, start, size = _splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
+    _, start, size = splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
     live = start + split * size < seq_len  # of no more than num_splits
@@ -235,7 +128,7 @@ def _reduce_kernel(
     sums_ptr = part_ptr + part_size * HEAD_DIM
     for m in range(lane, query_len * GROUP, tl.num_programs(1)):
         head = kv_head * GROUP + m % GROUP
-        part = _first_part(row, begin, max_len) + m // GROUP
+        part = first_part(row, begin, max_len) + m // GROUP
         part = (part * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * num_splits + split
         peak = tl.load(sums_ptr + part, mask=live, other=-1e30)
         total = tl.load(sums_ptr + part_size + part, mask=live, other=0.0)
@@ -246,18 +139,6 @@ def _reduce_kernel(
         where = (begin + m // GROUP).to(tl.int64) * out_stride + head * HEAD_DIM
         out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + where + column, out, mask=column < HEAD_DIM)
-
-
-@triton.jit
-def _find_row(start_loc_ptr, tile, num_reqs, BLOCK_Q: tl.constexpr):
-    """The row of a tile. Row r has tiles from starts[r] // BLOCK_Q + r on: enough for it, and
-    perhaps one more, which is empty."""
-    row = -1
-    for begin in range(0, num_reqs, ROW_CHUNK):
-        number = begin + tl.arange(0, ROW_CHUNK)
-        start = tl.load(start_loc_ptr + number, mask=number < num_reqs, other=0)
-        row += tl.sum(((start // BLOCK_Q + number <= tile) & (number < num_reqs)).to(tl.int32), 0)
-    return row
 
 
 @triton.jit
@@ -276,12 +157,12 @@ def _tile_kernel(
     kv_head = tl.program_id(1)
     end = tl.load(start_loc_ptr + num_reqs)
     if (tile + 1) * BLOCK_Q > end:
-        _store_zeros(
+        store_zeros(
             out_ptr, tile * BLOCK_Q, end, num_tokens, kv_head, out_stride,
             GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
         )  # fmt: skip
-    row = _find_row(start_loc_ptr, tile, num_reqs, BLOCK_Q)
-    begin, query_len, context, seq_len = _row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
+    row = find_row(start_loc_ptr, tile, num_reqs, BLOCK_Q)
+    begin, query_len, context, seq_len = row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
     done = (tile - begin // BLOCK_Q - row) * BLOCK_Q  # query tokens of the row in tiles before
     if (done >= query_len) | (query_len <= short):
         return
@@ -294,24 +175,23 @@ def _tile_kernel(
     q = tl.load(q_ptr + where[:, None] + column, mask=inside, other=0.0)
     position = tl.minimum(context + nth, seq_len - 1)  # a dead one sees what the last does
     lowest = tl.minimum(context + done, seq_len - 1)
-    first = _first_key(lowest, window, WINDOWED)
+    first = first_key(lowest, window, WINDOWED)
     start = first // BLOCK_N * BLOCK_N
     stop = tl.minimum(context + tl.minimum(done + BLOCK_Q, query_len), seq_len)
-    peak, total = tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    peak, total, acc = nothing_seen(BLOCK_M, BLOCK_D)
     table_ptr += tl.load(slot_ptr + row) * table_stride
     key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
     if not WINDOWED:  # keys before the first query: all of them are seen
         middle = (lowest + 1) // BLOCK_N * BLOCK_N
-        page = _pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
-        peak, total, acc = _attend(
+        page = pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
+        peak, total, acc = attend(
             q, position, peak, total, acc, page, start, middle, first, seq_len, window, scale,
             table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
             False, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
         )  # fmt: skip
         start = middle
-    page = _pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
-    peak, total, acc = _attend(
+    page = pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
+    peak, total, acc = attend(
         q, position, peak, total, acc, page, start, stop, first, seq_len, window, scale,
         table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
         True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,

@@ -27,7 +27,7 @@ AHEAD_BYTES = 32 * 1024  # of weights that a program asks for before its inputs 
 MAX_WAITING = 1024  # programs, more or less, that a GPU holds at a time
 # Where memory is idle until the inputs are there, all of a weight is asked for, if the second-level
 # cache holds it: by so many programs, which start early.
-WHOLE_BYTES = 32 * 2**20
+WHOLE_BYTES = 16 * 2**20
 MAX_SHARES = 256
 AT_START = tl.constexpr(linear_choice.AT_START)
 AFTER_LOOP = tl.constexpr(linear_choice.AFTER_LOOP)
@@ -60,6 +60,18 @@ def _prefetch_share(weight_ptr, SHARES: tl.constexpr, AHEAD: tl.constexpr, THREA
     part = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
     size = tl.minimum(AHEAD - part * CHUNK, CHUNK)
     prefetch(weight_ptr.to(tl.int64) + part * CHUNK, tl.where(part < SHARES * THREADS, size, 0))
+
+
+@triton.jit
+def _prefetch(
+    weight_ptr, first, num_outputs, num_inputs,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    if SHARES > 0:
+        _prefetch_share(weight_ptr, SHARES, AHEAD, THREADS)
+    elif AHEAD > 0:
+        _prefetch_rows(weight_ptr, first, num_outputs, num_inputs, OUTPUTS, ROWS, AHEAD, THREADS)
 
 
 @triton.jit
@@ -175,10 +187,8 @@ def _linear_kernel(
     if ONCE:
         weight = _load(rows_ptr, k, k < num_inputs, EVEN)
         norm = _load(norm_ptr, k, k < num_inputs, EVEN)
-    elif SHARES > 0:
-        _prefetch_share(weight_ptr, SHARES, AHEAD, THREADS)
-    elif AHEAD > 0:
-        _prefetch_rows(weight_ptr, first, num_outputs, num_inputs, OUTPUTS, ROWS, AHEAD, THREADS)
+    else:
+        _prefetch(weight_ptr, first, num_outputs, num_inputs, OUTPUTS, ROWS, SHARES, AHEAD, THREADS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + row)
     wait_for_inputs(PDL)
