@@ -78,12 +78,11 @@ def test_rounding_is_no_worse_than_transformers(
     exact = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     theirs = LlamaForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).cuda()
     ours = LLM(checkpoint, dtype=dtype, device="cuda", kv_cache_memory="64MiB", **SETTINGS)
-    for prompt in prompts[1:]:
-        truth = hf_scores(exact, prompt)
-        our_error = (engine_scores(ours, prompt) - truth).abs()
-        their_error = (hf_scores(theirs, prompt) - truth).abs()
-        assert our_error.max() <= 3 * their_error.max() + 1e-5
-        assert our_error.mean() <= 2 * their_error.mean() + 1e-6
+    truth = torch.cat([hf_scores(exact, prompt) for prompt in prompts[1:]])
+    our_error = torch.cat([engine_scores(ours, prompt) for prompt in prompts[1:]]) - truth
+    their_error = torch.cat([hf_scores(theirs, prompt) for prompt in prompts[1:]]) - truth
+    assert our_error.abs().max() <= 2 * their_error.abs().max() + 1e-5
+    assert our_error.abs().mean() <= 1.2 * their_error.abs().mean() + 1e-6
 
 
 def engine_scores(llm: LLM, prompt: list[int]) -> torch.Tensor:

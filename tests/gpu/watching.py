@@ -14,14 +14,13 @@ def forbid_waits(llm: LLM, *, decodes_only: bool = False) -> list[RunMode]:
     runner, seen = llm.engine.runner, []
     run = runner.run
 
-    def strict(step: Any) -> None:
+    def strict(step: Any) -> Any:
         if decodes_only and step.descriptor.query_len is None:
-            run(step)
-            return
+            return run(step)
         seen.append(step.descriptor.mode)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            run(step)
+            return run(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -220,3 +220,18 @@ def test_recording_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = linear_choice.LinearShape("add", 32, 64, torch.bfloat16)
     assert list(found) == [shape] and not decisions
     assert linear_choice.uses_skinny("add", x, weight) and list(decisions) == [(shape, 8)]
+
+
+def test_float16_states_are_scaled_before_they_are_multiplied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel scales the product instead, and 40,000 times a norm's weight of 2 overflows."""
+    from stoop.ops.kernels import linear_choice
+
+    monkeypatch.setattr(linear_choice, "_decisions", {})
+    monkeypatch.setattr(linear_choice, "uses_kernels", lambda tensor: True)
+    for dtype in (torch.float16, torch.bfloat16):
+        x, weight = torch.zeros(4, 576, dtype=dtype), torch.zeros(960, 576, dtype=dtype)
+        for kind in ("norm", "gated"):
+            assert linear_choice.uses_skinny(kind, x, weight) == (dtype == torch.bfloat16)
+        assert linear_choice.uses_skinny("linear", x, weight)
