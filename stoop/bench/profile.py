@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 NAME_LENGTH = 64
 
 _DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
-_CALL_KINDS = ("cuda_runtime", "cuda_driver")
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Trace:
     """Each list in order of time."""
 
     device: list[Event]  # kernels, copies and fills
-    calls: list[Event]  # of the host to the device's driver
     ops: list[Event]  # on the host, one inside another; may be left out beside a device
 
 
@@ -52,8 +50,7 @@ class DeviceTimes:
 
     kernels_per_step: float  # copies and fills among them
     busy_ms: float  # a kernel runs
-    idle_ms: float  # none runs, between launches; pauses inside a graph are not in it
-    host_ms: float  # the host does not wait for the device
+    paused_ms: float  # none runs, but a graph is under way
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ def read_trace(path: Path) -> Trace:
     def of(*kinds: str) -> list[Event]:
         return sorted((e for k in kinds for e in found[k]), key=lambda e: (e.start, -e.duration))
 
-    return Trace(device=of(*_DEVICE_KINDS), calls=of(*_CALL_KINDS), ops=of("cpu_op"))
+    return Trace(device=of(*_DEVICE_KINDS), ops=of("cpu_op"))
 
 
 def _event(entry: dict[str, Any]) -> Event:
@@ -108,17 +105,12 @@ def _event(entry: dict[str, Any]) -> Event:
     return Event(entry["name"], entry["ts"], entry["dur"], correlation, entry["tid"])
 
 
-def device_times(trace: Trace, num_steps: int, seconds: float) -> DeviceTimes:
-    """`seconds` is what the steps took the host."""
-    busy, _ = _busy_and_idle(trace.device)
-    # The first step finds a device that has been waited for: what counts comes behind its last.
-    _, idle = _busy_and_idle(trace.device[max(0, len(trace.device) // num_steps - 1) :])
-    host = seconds * 1e6 - _waiting(trace)
+def device_times(trace: Trace, num_steps: int) -> DeviceTimes:
+    busy, paused = _busy_and_paused(trace.device)
     return DeviceTimes(
         kernels_per_step=len(trace.device) / num_steps,
         busy_ms=busy / num_steps / 1000,
-        idle_ms=idle / max(1, num_steps - 1) / 1000,
-        host_ms=host / num_steps / 1000,
+        paused_ms=paused / num_steps / 1000,
     )
 
 
@@ -145,34 +137,20 @@ def short_name(name: str) -> str:
     return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
 
 
-def _busy_and_idle(events: list[Event]) -> tuple[float, float]:
+def _busy_and_paused(events: list[Event]) -> tuple[float, float]:
     """Events may overlap, on streams of their own."""
-    busy = idle = 0.0
+    busy = paused = 0.0
     last: Event | None = None  # of those so far, the one that ends last
     for event in events:
         if last is None or event.start >= last.end:
-            if last is not None and event.correlation != last.correlation:
-                idle += event.start - last.end
+            if last is not None and event.correlation == last.correlation:
+                paused += event.start - last.end
             busy += event.duration
         else:
             busy += max(0.0, event.end - last.end)
         if last is None or event.end > last.end:
             last = event
-    return busy, idle
-
-
-def _waiting(trace: Trace) -> float:
-    """Time of the host in calls that wait for a stream or an event, and in copies to the host.
-
-    Waiting for the whole device is left out: the engine does not, but the end of a trace does.
-    """
-    read_back = {event.correlation for event in trace.device if "DtoH" in event.name}
-    return sum(
-        call.duration
-        for call in trace.calls
-        if re.search("(Stream|Event)Synchronize", call.name)
-        or ("Memcpy" in call.name and call.correlation in read_back)
-    )
+    return busy, paused
 
 
 def _added_times(events: list[Event]) -> Iterator[tuple[Event, float]]:

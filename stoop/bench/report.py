@@ -178,7 +178,7 @@ def print_steps(report: StepReport) -> None:
     console.print(table)
     console.print(
         f"[dim]times in ms; floor: to read weights and live KV at {report.bandwidth / 1e12:.3f} "
-        "TB/s, which was measured here; kernels to host: of a step under the profiler[/dim]"
+        "TB/s, which was measured here; kernels and busy: of a step under the profiler[/dim]"
     )
     console.print(
         f"engine ready in {report.start_s:.1f} s, first token {report.first_token_s:.2f} s later"

@@ -63,10 +63,15 @@ class Span:
     seconds: float
     steps: int
     tokens: int
+    waited: float  # seconds that the host waited for the device
 
     @property
     def ms_per_step(self) -> float:
         return self.seconds / self.steps * 1000
+
+    @property
+    def host_ms(self) -> float:
+        return (self.seconds - self.waited) / self.steps * 1000
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,18 @@ class StepRow:
         return statistics.median(span.ms_per_step for span in self.spans)
 
     @property
+    def host_ms(self) -> float:
+        return statistics.median(span.host_ms for span in self.spans)
+
+    @property
+    def idle_ms(self) -> float | None:
+        """What a step takes longer than the device takes for what a step launches: the profiler
+        slows the host, which must not count, but hardly the device."""
+        if self.device is None:
+            return None
+        return max(0.0, self.ms_per_step - self.device.busy_ms - self.device.paused_ms)
+
+    @property
     def floor_ms(self) -> float:
         return self.bytes.total / self.bandwidth * 1000
 
@@ -112,6 +129,8 @@ class StepRow:
             "bytes": asdict(self.bytes),
             "tokens_per_step": sum(s.tokens for s in self.spans) / num_steps / self.load.batch,
             **(asdict(self.device) if self.device else unknown),
+            "idle_ms": self.idle_ms,
+            "host_ms": self.host_ms,
         }
 
 
@@ -200,7 +219,7 @@ def _measure(llm: LLM, load: StepLoad, repeat: int, bandwidth: float) -> StepRow
     if llm.config.device.device != "cpu":
         with tempfile.TemporaryDirectory() as root:
             trace, span = record_steps(llm, load, Path(root, "trace.json"), with_ops=False)
-        times = device_times(trace, span.steps, span.seconds)
+        times = device_times(trace, span.steps)
     return StepRow(load, spans, step_bytes(llm, load.batch, load.live_length), bandwidth, times)
 
 
@@ -223,15 +242,17 @@ class Decoding:
     def advance(self, num_tokens: int) -> Span:
         """Step until every request has so many tokens more than the hindmost has now."""
         goal = min(self.num_tokens.values()) + num_tokens
+        outcomes = self.llm.engine.runner.outcomes
         before, num_before = self.llm.metrics(), sum(self.num_tokens.values())
-        started = time.perf_counter()
+        waited, started = outcomes.waited, time.perf_counter()
         while min(self.num_tokens.values()) < goal:
             for output in self.llm.engine.step():
                 assert not output.finished, f"{output.request_id} ended before it was timed"
                 self.num_tokens[output.request_id] = len(output.outputs[0].token_ids)
         seconds = time.perf_counter() - started
         num_steps = self.llm.metrics()["num_steps"] - before["num_steps"]
-        return Span(seconds, num_steps, sum(self.num_tokens.values()) - num_before)
+        num_tokens = sum(self.num_tokens.values()) - num_before
+        return Span(seconds, num_steps, num_tokens, outcomes.waited - waited)
 
     def close(self) -> None:
         for request_id in self.num_tokens:

@@ -153,11 +153,11 @@ def step(
 ) -> None:
     """Milliseconds of a decode step in the engine's own loop, beside the time to read its memory.
 
-    floor: weights and live KV once, the head's K times, at the read bandwidth measured here.
-    On CUDA, of a further run under torch.profiler:
+    floor: weights and live KV once, the head's K times, at the read bandwidth measured here;
+    host: the part of a step in which the host does not wait for the device.
+    On CUDA, with a further run under torch.profiler:
     kernels: how many a step has, copies and fills among them; busy: any of them runs;
-    idle: none runs, between launches or replays; pauses inside a graph are not in it;
-    host: it does not wait for a stream, an event or a copy to itself.
+    idle: what a step takes beyond what it launches, which is busy or pauses inside a graph.
     """
     from stoop.bench.report import print_steps
     from stoop.bench.step import measure_steps

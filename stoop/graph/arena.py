@@ -37,18 +37,20 @@ class Arena:
         self._live = set()
         self._free = [(i, 0, chunk.nbytes) for i, chunk in enumerate(self._chunks)]
 
-    def empty_strided(self, size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
-        """An uninitialised tensor of `like`'s dtype; its place is free again when it is gone."""
+    def empty_strided(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """An uninitialised tensor; its place is free again when it is gone."""
         elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if 0 in size:
             elements = 0
-        num_bytes = max(-(-elements * like.element_size() // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        num_bytes = max(-(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         chunk, start = self._take(num_bytes)
         # torch keeps the array alive as long as any tensor uses this memory, views included.
         place = np.ndarray(num_bytes, np.uint8, buffer=self._chunks[chunk].data, offset=start)
         self._live.add((chunk, start))
         weakref.finalize(place, self._give, self._free, self._live, (chunk, start, num_bytes))
-        flat = torch.from_numpy(place).view(like.dtype)
+        flat = torch.from_numpy(place).view(dtype)
         return flat.as_strided(size, stride)
 
     def owns(self, tensor: Tensor) -> bool:

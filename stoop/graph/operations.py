@@ -1,11 +1,15 @@
-"""What an operation does to its arguments, as its schema tells."""
+"""What an operation does to its arguments, as its schema tells.
 
+A capture asks for every call and a schema does not change, so answers are kept.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LeafMode(TorchDispatchMode):
@@ -33,12 +37,35 @@ _SILENT_VIEWS = frozenset(
 _OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """What arguments or results are made of, through lists and the like."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from leaves(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists and the like, with each leaf put through the function."""
+    if isinstance(value, tuple | list):
+        return type(value)([mapped(function, each) for each in value])
+    if isinstance(value, dict):
+        return {name: mapped(function, each) for name, each in value.items()}
+    return function(value)
+
+
+@functools.cache
 def base_name(func: Any) -> str:
     """`aten::add` of `aten::add.Tensor`."""
     name: str = func.name().split(".")[0]
     return name
 
 
+@functools.cache
 def is_composite(func: Any) -> bool:
     """Made of other operations, which can be watched instead."""
     return bool(
@@ -46,6 +73,7 @@ def is_composite(func: Any) -> bool:
     )
 
 
+@functools.cache
 def is_view(func: Any) -> bool:
     if base_name(func) in _SILENT_VIEWS:
         return True
@@ -53,14 +81,24 @@ def is_view(func: Any) -> bool:
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
+@functools.cache
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    written = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [value for value in tree_leaves(written) if isinstance(value, Tensor)]
+    written = [
+        args[index] if index < len(args) else kwargs.get(name)
+        for index, name in _written_places(func)
+    ]
+    return [value for value in leaves(written) if isinstance(value, Tensor)]
 
 
+@functools.cache
 def overwrites(func: Any) -> bool:
     """Whether written arguments are written whole, with no regard to what they held."""
     writes_out = any(argument.is_out for argument in func._schema.arguments)
@@ -68,9 +106,10 @@ def overwrites(func: Any) -> bool:
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
-    return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    return [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
 
 
+@functools.cache
 def returns_tensors(func: Any) -> bool:
     return any("Tensor" in str(entry.type) for entry in func._schema.returns)
 
@@ -84,6 +123,7 @@ def argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     return True
 
 
+@functools.cache
 def out_variant(func: Any) -> tuple[Any, list[str]]:
     """The overload that takes the same arguments and writes into given outputs, if there is one."""
     schema = func._schema

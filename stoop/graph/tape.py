@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from stoop.graph.arena import Arena, address_of
 from stoop.graph.operations import (
     LeafMode,
     base_name,
     is_view,
+    leaves,
+    mapped,
     out_variant,
     returns_tensors,
     tensors_of,
@@ -152,7 +153,7 @@ class _Recorder(LeafMode):
             return self._without_outputs(func, args, kwargs)
         outputs = self._allocate(func, args, kwargs)
         if base_name(func) not in _UNINITIALISED:
-            self._record(func, args, kwargs, tuple(tree_leaves(outputs)))
+            self._record(func, args, kwargs, tuple(leaves(outputs)))
         return outputs
 
     def record_host_call(self, function: HostFunction, tensors: tuple[Tensor, ...]) -> None:
@@ -181,34 +182,21 @@ class _Recorder(LeafMode):
                 raise CaptureError(f"{func} writes into a constant, which a replay does not renew")
         if func.namespace == "stoop":
             return
-        meta_args, meta_kwargs = self._run_on_meta(func, args, kwargs)[1:]
-        after = written_arguments(func, meta_args, meta_kwargs)
-        for tensor, shape in zip(written, after, strict=True):
-            if tensor.shape != shape.shape:
-                raise CaptureError(f"{func} changes the shape of a tensor: give it the right one")
+        after = _on_meta(func, args, kwargs).written
+        if any(tensor.shape != shape.size for tensor, shape in zip(written, after, strict=True)):
+            raise CaptureError(f"{func} changes the shape of a tensor: give it the right one")
 
     def _allocate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Outputs without values, of the shapes that the operation would give."""
-        shapes, _, _ = self._run_on_meta(func, args, kwargs)
-        return tree_map(self._empty_like, shapes)
+        return mapped(self._empty, _on_meta(func, args, kwargs).returned)
 
-    @staticmethod
-    def _run_on_meta(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
-        if "device" in meta_kwargs or not tensors_of(args, kwargs):
-            meta_kwargs["device"] = torch.device("meta")
-        try:
-            return func(*meta_args, **meta_kwargs), meta_args, meta_kwargs
-        except Exception as error:
-            raise CaptureError(f"{func} cannot be captured: {error}") from error
-
-    def _empty_like(self, shape: Any) -> Any:
-        if not isinstance(shape, Tensor):
+    def _empty(self, shape: Any) -> Any:
+        if not isinstance(shape, _Shape):
             return shape
-        return self.arena.empty_strided(tuple(shape.shape), shape.stride(), shape)
+        return self.arena.empty_strided(shape.size, shape.stride, shape.dtype)
 
     def _record(self, func: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
-        args, kwargs = tree_map(self._reference, (args, kwargs))
+        args, kwargs = mapped(self._reference, (args, kwargs))
         places = tuple(self._reference(output) for output in outputs)
         self.entries.append(_Entry(func, args, kwargs, places))
 
@@ -241,6 +229,64 @@ def _returned(func: Any, written: list[Any]) -> Any:
     return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
 
 
+@dataclass(frozen=True)
+class _Shape:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _MetaRun:
+    """What an operation does to shapes."""
+
+    returned: Any  # with a _Shape for each tensor
+    written: tuple[_Shape, ...]  # arguments, as they come out
+
+
+_meta_runs: dict[Any, _MetaRun] = {}  # layers and drafts repeat each other's calls
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> _MetaRun:
+    try:
+        key = (func, _signature(args), _signature(kwargs))
+        known = _meta_runs.get(key)
+    except TypeError:  # an argument that cannot be a key
+        return _run_on_meta(func, args, kwargs)
+    if known is None:
+        known = _meta_runs[key] = _run_on_meta(func, args, kwargs)
+    return known
+
+
+def _signature(value: Any) -> Any:
+    """All of an argument that its operation's shapes can depend on."""
+    if isinstance(value, Tensor):
+        return _shape_of(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((name, _signature(each)) for name, each in value.items())
+    return type(value), value  # 1, 1.0 and True are equal
+
+
+def _shape_of(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Shape(tuple(value.shape), value.stride(), value.dtype)
+
+
+def _run_on_meta(func: Any, args: Any, kwargs: Any) -> _MetaRun:
+    meta_args, meta_kwargs = mapped(_to_meta, (args, kwargs))
+    if "device" in meta_kwargs or not tensors_of(args, kwargs):
+        meta_kwargs["device"] = torch.device("meta")
+    try:
+        returned = func(*meta_args, **meta_kwargs)
+    except Exception as error:
+        raise CaptureError(f"{func} cannot be captured: {error}") from error
+    written = tuple(map(_shape_of, written_arguments(func, meta_args, meta_kwargs)))
+    return _MetaRun(mapped(_shape_of, returned), written)
+
+
 def _to_meta(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -252,7 +298,7 @@ def _bind(entry: _Entry | _HostEntry, tensor: Callable[[Any], Any]) -> Call:
     if isinstance(entry, _HostEntry):
         function, tensors = entry.function, tuple(map(tensor, entry.tensors))
         return lambda context: function(context, *tensors)
-    args, kwargs = tree_map(tensor, (entry.args, entry.kwargs))
+    args, kwargs = mapped(tensor, (entry.args, entry.kwargs))
     func = entry.func
     if not entry.outputs:
         return lambda context: func(*args, **kwargs)
@@ -263,7 +309,7 @@ def _bind(entry: _Entry | _HostEntry, tensor: Callable[[Any], Any]) -> Call:
         return lambda context: into(*args, **kwargs)
 
     def run_and_copy(context: Any) -> None:
-        for output, result in zip(outputs, tree_leaves(func(*args, **kwargs)), strict=True):
+        for output, result in zip(outputs, leaves(func(*args, **kwargs)), strict=True):
             output.copy_(result)
 
     return run_and_copy

@@ -4,6 +4,7 @@ A step's verdict is copied to the host behind the step, and read when it has lan
 launch the next step before that.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -88,9 +89,11 @@ class Outcome:
     ring: "OutcomeRing"
 
     def wait(self) -> None:
-        """This is where the host waits for the device."""
+        """This is where the host waits for the device, and nowhere else."""
         if self.landed is not None:
+            started = time.perf_counter()
             self.landed.synchronize()
+            self.ring.waited += time.perf_counter() - started
 
     def release(self) -> None:
         """It has been read: the next may have its place."""
@@ -106,6 +109,7 @@ class OutcomeRing:
 
     def __init__(self, verdict: Verdict, size: int) -> None:
         self.verdict = verdict
+        self.waited = 0.0  # seconds that the host has waited for outcomes
         self.free = [self._make() for _ in range(size)]
 
     def _make(self) -> Outcome:

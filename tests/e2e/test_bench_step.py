@@ -3,14 +3,19 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stoop.bench.profile import DeviceTimes
 from stoop.bench.shapes import SHAPES, open_shape
 from stoop.bench.step import (
+    Span,
+    StepBytes,
     StepLoad,
+    StepRow,
     decoding,
     measure_steps,
     read_bandwidth,
@@ -34,7 +39,8 @@ FLAGS = ["--device", "cpu", "--dtype", "float32", "--max-num-batched-tokens", "6
 QUICK = [*FLAGS, "--capture-sizes", "1,2"]
 STEP_FIELDS = {
     *("batch", "live_length", "ms_per_step", "ms_per_step_all", "floor_ms", "ratio", "tb_per_s"),
-    *("bytes", "tokens_per_step", "kernels_per_step", "busy_ms", "idle_ms", "host_ms"),
+    *("bytes", "tokens_per_step", "kernels_per_step", "busy_ms", "paused_ms"),
+    *("idle_ms", "host_ms"),
 }
 
 
@@ -98,6 +104,17 @@ def test_a_step_yields_one_token_and_finds_no_prefix() -> None:
     assert numbers["spec_decode_num_accepted_tokens"] == 0
     assert numbers["num_requests_running"] == numbers["num_preemptions"] == 0
     assert row.floor_ms == pytest.approx(row.bytes.total / report.bandwidth * 1000)
+
+
+def test_a_device_is_idle_for_what_a_step_takes_beyond_its_launches() -> None:
+    """The host waits for 4 of 10 ms in ten steps; the device has work for 0.8 of a step's 1.0."""
+    span = Span(seconds=0.010, steps=10, tokens=10, waited=0.004)
+    load, size = StepLoad(1, 8, False, 10), StepBytes(10, 0, 0.0)
+    row = StepRow(load, [span], size, 1e9, DeviceTimes(5, busy_ms=0.7, paused_ms=0.1))
+    assert (row.ms_per_step, row.host_ms) == (pytest.approx(1.0), pytest.approx(0.6))
+    assert row.idle_ms == pytest.approx(0.2)
+    busier = replace(row, device=DeviceTimes(5, busy_ms=1.0, paused_ms=0.1))
+    assert busier.idle_ms == 0  # noise, not less than none
 
 
 def test_the_bandwidth_is_that_of_a_machine() -> None:
@@ -177,6 +194,7 @@ def test_step_prints_a_row_for_each_batch(context: bool, stoop: Callable) -> Non
         assert len(row["ms_per_step_all"]) == 2
         assert row["ratio"] == pytest.approx(row["ms_per_step"] / row["floor_ms"], rel=1e-3)
         assert row["kernels_per_step"] is row["idle_ms"] is None  # on a CPU
+        assert row["host_ms"] == pytest.approx(row["ms_per_step"])  # it waits for nobody
 
 
 def test_a_path_has_its_own_weights(text_model: Path, stoop: Callable) -> None:

@@ -340,6 +340,17 @@ def test_layer_norm_in_bfloat16() -> None:
     check_replays(lambda t: F.layer_norm(t.x, (8,), t.b, t.b), torch.bfloat16)
 
 
+def test_calls_that_look_alike_are_told_apart() -> None:
+    """Shapes of a call are kept for the next such call: 1, 1.0 and True are equal, but no such."""
+
+    def program(t: SimpleNamespace) -> list[Tensor]:
+        sums = [t.n + 1, t.n + 1.0, t.n + True, t.m + True, t.m + 1, t.m + 1.0]
+        views = [t.x.t() + 1, t.x.t().contiguous() + 1, t.x[:, :6] @ t.x, t.x[:4, :6] @ t.x]
+        return [*sums, *views, t.x.sum(0), t.x.sum(0, keepdim=True), t.x.sum(1)]
+
+    check_replays(program, torch.float32)
+
+
 def test_dropout_in_evaluation() -> None:
     check_replays(lambda t: F.dropout(t.x, 0.5, training=False) + 1, torch.float32)
 

@@ -35,6 +35,7 @@ class Compiled:
     shared: int  # bytes
     registers: int
     spilled: int  # bytes of stack
+    signals_late: bool  # the next kernel may start only when this one has waited
 
     def __str__(self) -> str:
         constants = ", ".join(f"{k}={v}" for k, v in self.constants.items())
@@ -81,7 +82,23 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
     done = triton.compile(source, target=GPUTarget(*TARGET), options=settings)
     registers, spilled = _resources(done.asm["cubin"])
     shown = {kernel.arg_names[key[0]]: value for key, value in constants.items()}
-    return Compiled(kernel.__name__, shown, done.metadata.shared, registers, spilled)
+    late = _signals_late(done.asm["ptx"], kernel.__name__) if shown.get("PDL") else False
+    return Compiled(kernel.__name__, shown, done.metadata.shared, registers, spilled, late)
+
+
+def _signals_late(ptx: str, name: str) -> bool:
+    """Held to the rules of ops/kernels/launch.py: it waits, and writes nothing before."""
+    places = {
+        kind: [match.start() for match in re.finditer(pattern, ptx)]
+        for kind, pattern in (
+            ("wait", r"griddepcontrol\.wait"),
+            ("signal", r"griddepcontrol\.launch_dependents"),
+            ("write", r"\b(st\.global|red\.|atom\.)"),
+        )
+    }
+    assert places["wait"], f"{name} starts early and never waits"
+    assert min(places["write"]) > places["wait"][0], f"{name} writes before it waits"
+    return bool(places["signal"]) and places["signal"][0] > places["wait"][0]
 
 
 def _type(value: Any) -> str:

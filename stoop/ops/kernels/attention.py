@@ -65,11 +65,12 @@ def _split_kernel(
     num_splits = tl.num_programs(1)
     first, start, size = splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
     start += split * size
+    stop = tl.minimum(start + size, seq_len) if SPLIT else seq_len
     page = pages(table_ptr, start, first, seq_len, PAGE, BLOCK_N)
     key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
     if PDL:
         prefetch_keys(
-            key_ptr, page, start, first, seq_len, value_stride, page_stride, token_stride,
+            key_ptr, table_ptr, start, stop, first, value_stride, page_stride, token_stride,
             PAGE, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
     end = tl.load(start_loc_ptr + num_reqs)
@@ -90,9 +91,8 @@ def _split_kernel(
     position = tl.minimum(context + m // GROUP, seq_len - 1)  # a dead one sees what the last does
     peak, total, acc = nothing_seen(BLOCK_M, BLOCK_D)
     peak, total, acc = attend(
-        q, position, peak, total, acc, page, start, tl.minimum(start + size, seq_len), first,
-        seq_len, window, scale, table_ptr,
-        key_ptr, key_ptr + value_stride, page_stride, token_stride,
+        q, position, peak, total, acc, page, start, stop, first, seq_len, window, scale,
+        table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
         True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
     )  # fmt: skip
     if not SPLIT:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from stoop.ops.kernels.launch import prefetch
 
+PREFETCHED_TILES = tl.constexpr(3)
 ROW_CHUNK = tl.constexpr(256)  # rows that the search for a tile's row looks at together
 
 
@@ -134,17 +135,21 @@ def row_of(start_loc_ptr, context_ptr, seq_len_ptr, row):
 
 @triton.jit
 def prefetch_keys(
-    key_ptr, page, start, first, seq_len, value_stride, page_stride, token_stride,
+    key_ptr, table_ptr, start, stop, first, value_stride, page_stride, token_stride,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Those of earlier steps are on their way while those of this one are made."""
+    """The first ones from start to stop: while those of this step are made, those of earlier steps
+    are on their way."""
     SIZE: tl.constexpr = HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth // 8
     if SIZE % 16 == 0:
-        key = start + tl.arange(0, BLOCK_N)
-        place = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
-        size = tl.where((key >= first) & (key < seq_len), SIZE, 0)
-        prefetch(key_ptr + place, size)
-        prefetch(key_ptr + value_stride + place, size)
+        for tile in tl.static_range(PREFETCHED_TILES):
+            begin = start + tile * BLOCK_N
+            page = pages(table_ptr, begin, first, stop, PAGE, BLOCK_N)
+            key = begin + tl.arange(0, BLOCK_N)
+            place = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
+            size = tl.where(key < stop, SIZE, 0)
+            prefetch(key_ptr + place, size)
+            prefetch(key_ptr + value_stride + place, size)
 
 
 @triton.jit
