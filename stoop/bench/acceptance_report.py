@@ -85,12 +85,13 @@ def _place(row: Row) -> tuple[str, float]:
 def _cells(row: Row) -> list[str]:
     record = row.as_record()
     speed, gain = record["tokens_per_s"], record["speedup"]
+    drafted = row.run.counts.num_drafts > 0
     return [
         Path(row.questions).stem,
         f"{row.temperature:g}",
         str(row.k),
-        " ".join(f"{rate * 100:.0f}" for rate in record["acceptance_rates"]),
-        f"{record['mean_acceptance_length']:.2f}",
+        " ".join(f"{rate * 100:.0f}" for rate in record["acceptance_rates"]) if drafted else "-",
+        f"{record['mean_acceptance_length']:.2f}" if drafted else "-",
         f"{speed:.1f}" if speed else "-",
         f"{record['plain_tokens_per_s']:.1f}",
         f"{gain:.2f}x" if gain else "-",

@@ -6,6 +6,7 @@ The profiler slows the host down, most of all if it notes operations; kernels ha
 import gzip
 import json
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +81,9 @@ def tracing(device: str, path: Path, with_ops: bool = True) -> Iterator[Callable
         if cuda:
             torch.cuda.synchronize(device)
 
-    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1)) as profiler:
+    plan = schedule(wait=0, warmup=1, active=1)
+    with warnings.catch_warnings(), profile(activities=activities, schedule=plan) as profiler:
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
         yield begin
         wait()
     profiler.export_chrome_trace(str(path))

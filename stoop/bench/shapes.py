@@ -77,7 +77,7 @@ def open_shape(
     options["skip_tokenizer_init"] = True
     with tempfile.TemporaryDirectory(prefix="stoop-shape-") as root:
         if dummy:
-            folder = _write_config(Path(root, "target"), target_config(shape, num_positions))
+            folder = _write_config(Path(root, shape), target_config(shape, num_positions))
         else:
             folder = resolve_model(shape)
         if num_drafts:

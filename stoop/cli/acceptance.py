@@ -6,8 +6,11 @@ from stoop.core.outputs import SpecCounts
 
 
 def print_acceptance(counts: SpecCounts) -> None:
-    """On standard error, beside the speed; nothing if there were no drafts."""
+    """On standard error, beside the speed; nothing if there is no drafter."""
+    if not counts.num_accepted_tokens_per_pos:
+        return
     if not counts.num_drafts:
+        print("no drafts were made", file=sys.stderr)
         return
     from rich.console import Console
     from rich.table import Table
