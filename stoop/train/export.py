@@ -2,6 +2,7 @@
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def export(found: Trained, folder: Path, layout: str, dtype: str, card: str) -> 
     if layout == "eagle":
         tensors = {name.replace("layers.0.", "midlayer."): each for name, each in tensors.items()}
         config = _eagle_config(found, dtype)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors leaves it to its owner alone
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "README.md").write_text(card)
 
@@ -137,7 +140,11 @@ def _speculators_config(found: Trained, dtype: str) -> dict[str, Any]:
 
 
 def model_card(
-    found: Trained, command: str, counts: dict[str, Any], steps: int, val: dict[str, Any] | None
+    found: Trained,
+    commands: Sequence[str],
+    counts: dict[str, Any],
+    steps: int,
+    val: dict[str, Any] | None,
 ) -> str:
     """What it is, how it was made, how it fares."""
     spec, vocabulary = found.spec, found.vocabulary
@@ -147,7 +154,7 @@ def model_card(
         "Made by `stoop train-draft`:",
         "",
         "```",
-        command,
+        *commands,
         "```",
         "",
         f"- stoop {__version__}, torch {torch.__version__}, Python {platform.python_version()}",

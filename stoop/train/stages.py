@@ -34,6 +34,7 @@ from stoop.train.vocabulary import Vocabulary, choose_vocabulary
 from stoop.worker.device import find_device, prepare_device
 
 MAX_DRAFTS = 3  # what an exported head proposes
+COMMANDS = "commands.txt"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,18 @@ class Job:
     @property
     def train(self) -> Path:
         return self.out / "train"
+
+    def note(self, command: Sequence[str]) -> None:
+        """Keep the command for the model card, once."""
+        line = shlex.join(command)
+        if line not in self.commands():
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / COMMANDS).open("a") as file:
+                file.write(line + "\n")
+
+    def commands(self) -> list[str]:
+        path = self.out / COMMANDS
+        return path.read_text().splitlines() if path.exists() else []
 
     def config(self) -> Config:
         """Of the target as it is trained against and served; no engine is made."""
@@ -137,7 +150,7 @@ def run_train(job: Job, fresh: bool = False) -> bool:
     return finished
 
 
-def run_export(job: Job, layout: str, dtype: str, command: Sequence[str]) -> list[Path]:
+def run_export(job: Job, layout: str, dtype: str) -> list[Path]:
     """The folders that were written."""
     path = job.train / "checkpoint.pt"
     if not path.exists():
@@ -161,7 +174,7 @@ def run_export(job: Job, layout: str, dtype: str, command: Sequence[str]) -> lis
     )
     held_out = [e for e in read_log(job.train / "log.jsonl") if e["split"] == "val"]
     val = held_out[-1] if held_out else None
-    card = model_card(found, shlex.join(command), read_counts(job.data), state["step"], val)
+    card = model_card(found, job.commands(), read_counts(job.data), state["step"], val)
     written = []
     for name in LAYOUTS if layout == "both" else (layout,):
         place = job.out / ("head" if name == "eagle" else f"head-{name}")

@@ -36,5 +36,5 @@ def trained(target: Path, answers: Path) -> Job:
     """Trained and exported in float64, in both layouts."""
     job = small.make_job(target, answers.parent)
     assert run_train(job)
-    run_export(job, "both", "float64", ["stoop", "train-draft"])
+    run_export(job, "both", "float64")
     return job

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_the_time_budget_stops_cleanly(job: Job) -> None:
     object.__setattr__(hasty.settings, "time_budget", 0.0)
     assert not run_train(hasty)
     assert checkpoint(job)["step"] == 0
-    assert run_export(hasty, "eagle", "bfloat16", ["stoop"])  # an untrained head, but a head
+    assert run_export(hasty, "eagle", "bfloat16")  # an untrained head, but a head
 
 
 def test_the_log_forgets_what_will_come_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_stages_ask_for_those_before_them(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run --stage data first"):
         run_train(job)
     with pytest.raises(ConfigError, match="run --stage train first"):
-        run_export(job, "eagle", "bfloat16", [])
+        run_export(job, "eagle", "bfloat16")
     with pytest.raises(ConfigError, match="--prompts FILE"):
         stages.run_data(job, [])
 
@@ -173,7 +174,9 @@ def test_help_explains_every_setting() -> None:
         assert flag in done.output
 
 
-def test_the_command_from_prompts_to_a_head(tmp_path: Path) -> None:
+def test_the_command_from_prompts_to_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from train.test_data import write_text_model
 
     folder, out = write_text_model(tmp_path / "model"), tmp_path / "out"
@@ -191,9 +194,20 @@ def test_the_command_from_prompts_to_a_head(tmp_path: Path) -> None:
         "--device": "cpu",
     }
     args = [part for pair in flags.items() for part in pair]
-    done = CliRunner().invoke(app, ["train-draft", str(folder), *args])
-    assert done.exit_code == 0, done.exception
-    assert re.search(r"64 of 258 tokens cover \d+\.\d+% of the answers", done.output)
+    commands = [
+        ["train-draft", str(folder), *args, "--stage", s] for s in ("data", "train", "export")
+    ]
+    output = ""
+    for command in (*commands, commands[-1]):
+        monkeypatch.setattr("sys.argv", ["stoop", *command])
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.exception
+        output += done.output
+    card = (out / "head" / "README.md").read_text()
+    assert [shlex.join(["stoop", *command]) in card for command in commands] == [True] * 3
+    assert card.count("--stage export") == 1
+    assert (out / "head" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert re.search(r"64 of 258 tokens cover \d+\.\d+% of the answers", output)
     config = json.loads((out / "head" / "config.json").read_text())
     assert config["draft_vocab_size"] == 64 and config["torch_dtype"] == "bfloat16"
     drafter = {"model": str(out / "head"), "num_speculative_tokens": 2}
