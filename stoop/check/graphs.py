@@ -25,6 +25,7 @@ from stoop.config.schema import EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan
+from stoop.engine.drafter import spelled_out
 from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.graph.manager import CudaGraphManager
 from stoop.llm import LLM
@@ -128,6 +129,7 @@ def run_checks(
     report: Report,
 ) -> Iterator[Case]:
     """One case after another, each on an engine of its own; None: every backend of the device."""
+    engine = {**engine, "speculative_config": spelled_out(engine.get("speculative_config"), folder)}
     options = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_REQS,
@@ -135,6 +137,7 @@ def run_checks(
         "skip_tokenizer_init": True,
         "capture_sizes": CAPTURE_SIZES,
         **{name: value for name, value in engine.items() if value is not None},
+        "speculative_config": engine["speculative_config"],
     }
     block_size = options.get("block_size") or EngineOptions.block_size
     options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)

@@ -115,6 +115,7 @@ def latency(
     from stoop.bench.offline import Load, measure_latency
     from stoop.bench.report import print_latency
     from stoop.bench.shapes import open_shape
+    from stoop.config.speculation import asks_for_auto
 
     sizes, lengths = _sizes(batch_size), _sizes(input_len)
     if peer not in (None, "transformers"):
@@ -123,7 +124,8 @@ def latency(
         raise ConfigError(f"--peer {peer}: it is not installed here; pip install {peer}")
     if k and shape is None:
         raise ConfigError(f"--k {k} is about the head of a --shape: add one, or use -sc")
-    if shape is not None and (model != DEFAULT_MODEL or (k and engine["speculative_config"])):
+    drafted = not asks_for_auto(engine["speculative_config"])
+    if shape is not None and (model != DEFAULT_MODEL or (k and drafted)):
         raise ConfigError("--shape is the model, and --k its head: leave out the other ones")
     if engine["max_num_seqs"] is None:
         engine = {**engine, "max_num_seqs": max(sizes)}
@@ -226,6 +228,7 @@ def graphs(
         "max_num_seqs": batch_size,
         "max_model_len": longest,
         "num_kv_blocks": 2 * batch_size * (longest // 16 + 1) + 1,  # several engines share memory
+        "speculative_config": None,
     }
     llms = {mode: start_llm(model, {**options, "graph_mode": mode}) for mode in modes.split(",")}
     print_modes(loads, measure_modes(llms, loads, repeat))
@@ -302,7 +305,7 @@ def acceptance(
     from stoop.bench.acceptance import Plan, measure_acceptance
     from stoop.bench.acceptance_report import draw_acceptance, print_acceptance
 
-    drafter = _drafter(engine)
+    drafter = _drafter(engine, model)
     ks, timed = _drafts(k), _drafts(speed_k or str(drafter.pop("num_speculative_tokens", "")))
     temperatures = _temperatures(temperature)
     for flag, path in (("--plot", plot), ("--out", out)):
@@ -321,11 +324,12 @@ def acceptance(
     print_acceptance(report, model, drafter, out)
 
 
-def _drafter(engine: dict[str, Any]) -> dict[str, Any]:
+def _drafter(engine: dict[str, Any], model: str) -> dict[str, Any]:
     """What -sc says, checked."""
     from stoop.config.speculation import parse_speculation
+    from stoop.engine.drafter import spelled_out
 
-    given = parse_speculation(engine["speculative_config"])
+    given = parse_speculation(spelled_out(engine["speculative_config"], model))
     if given is None:
         raise ConfigError("acceptance needs a drafter: give one with -sc")
     return {name: value for name, value in asdict(given).items() if value is not None}

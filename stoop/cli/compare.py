@@ -40,9 +40,13 @@ def compare(
     code is 1 if an answer parts at a lead beyond the noise.
     """
     from stoop.check.answers import check_answers
+    from stoop.config.speculation import parse_speculation
+    from stoop.engine.drafter import spelled_out
 
-    if engine["speculative_config"] is None:
+    drafter = spelled_out(engine["speculative_config"], model)
+    if parse_speculation(drafter) is None:
         raise ConfigError("compare needs a drafter to compare with: give one with -sc")
+    engine = {**engine, "speculative_config": drafter}
     asked = _read(prompts) if prompts else list(QUESTIONS)
     with StageProgress() as report:
         found = check_answers(model, engine, asked, max_tokens, report)

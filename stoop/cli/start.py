@@ -24,7 +24,10 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
         file=sys.stderr,
     )
     if config.spec is not None:
-        print(f"drafts: {_drafter(config.spec)}", file=sys.stderr)
+        note = f"; {config.draft_note}" if config.draft_note else ""
+        print(f"drafts: {_drafter(config.spec)}{note}", file=sys.stderr)
+    elif config.draft_note:
+        print(f"drafts: none; {config.draft_note}", file=sys.stderr)
     return llm
 
 

@@ -163,6 +163,7 @@ class Config:
     attention_backend: str = "reference"
     graph: GraphConfig = GraphConfig()
     spec: SpecConfig | None = None
+    draft_note: str = ""  # why drafts were chosen, or not, where nobody said so
 
     @property
     def head(self) -> HeadSpec | None:
@@ -240,10 +241,11 @@ class EngineOptions:
         },
     )
     speculative_config: str | Mapping[str, Any] | None = field(
-        default=None,
+        default="auto",
         metadata={
             "help": "JSON of the drafter: method (eagle, eagle3, ngram), model, "
-            "num_speculative_tokens ...; none: no drafts"
+            "num_speculative_tokens ...; none: no drafts; auto: the head that comes with the "
+            "model, if one does and it pays on this machine"
         },
     )
     capture_sizes: str | Sequence[int] | None = field(

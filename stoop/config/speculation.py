@@ -32,9 +32,17 @@ class SpecOptions:
     prompt_lookup_max: int | None = None
 
 
+def asks_for_auto(given: Any) -> bool:
+    """Whether to take the head that comes with the model, if one does: see engine/drafter.py."""
+    return isinstance(given, str) and given.strip().lower() == "auto"
+
+
 def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | None:
-    """JSON or a mapping into checked options; None and "none" mean no speculation."""
-    if given is None or (isinstance(given, str) and given.strip().lower() == "none"):
+    """JSON or a mapping into checked options; None and "none" mean no speculation, and "auto"
+    none that was asked for."""
+    if given is None or asks_for_auto(given):
+        return None
+    if isinstance(given, str) and given.strip().lower() == "none":
         return None
     if isinstance(given, str):
         try:

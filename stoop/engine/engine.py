@@ -7,22 +7,23 @@ device never waits for it; with 0 it is the plain loop.
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.report import Report
-from stoop.config.errors import RequestError
+from stoop.config.errors import ConfigError, RequestError
 from stoop.config.resolve import resolve
-from stoop.config.schema import Config, EngineOptions, ModelSpec, SpecConfig
-from stoop.config.speculation import parse_speculation, settle_speculation
+from stoop.config.schema import Config, EngineOptions, ModelSpec
+from stoop.config.speculation import asks_for_auto
 from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan, StepResult
+from stoop.engine.drafter import find_drafter
 from stoop.engine.inputs import InputProcessor, Prompt
 from stoop.engine.outputs import Answer, RequestGroup
-from stoop.models.head_config import proposed_drafts, read_head_spec
 from stoop.models.hf_config import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
@@ -199,7 +200,7 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     device = find_device(options.device)
     folder = resolve_model(options.model, revision=options.revision, report=report)
     model = read_model_spec(folder)
-    config = resolve(options, model, str(folder), device, _find_drafter(options, model, report))
+    config = _settle(options, model, str(folder), device, report)
     tokenizer = None
     if not options.skip_tokenizer_init:
         source = Path(options.tokenizer) if options.tokenizer else folder
@@ -207,16 +208,16 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     return Engine(config, tokenizer, options.seed, report)
 
 
-def _find_drafter(
-    options: EngineOptions, model: ModelSpec, report: Report | None
-) -> SpecConfig | None:
-    """The drafter that was asked for, its head read and held against the target."""
-    wanted = parse_speculation(options.speculative_config)
-    if wanted is None:
-        return None
-    if wanted.model is None:
-        return settle_speculation(wanted, None, None)
-    folder = resolve_model(wanted.model, revision=wanted.revision, report=report)
-    dummy = options.load_format == "dummy"
-    head = read_head_spec(folder, model, wanted.method, dummy=dummy)
-    return settle_speculation(wanted, head, str(folder), proposed_drafts(folder))
+def _settle(
+    options: EngineOptions, model: ModelSpec, folder: str, device: str, report: Report | None
+) -> Config:
+    """A drafter that nobody asked for gives way to options that it does not fit."""
+    drafter = find_drafter(options, model, device, build_engine, report)
+    try:
+        config = resolve(options, model, folder, device, drafter.spec)
+    except ConfigError as error:
+        if drafter.spec is None or not asks_for_auto(options.speculative_config):
+            raise
+        config = resolve(options, model, folder, device)
+        return replace(config, draft_note=f"its head does not fit the other options ({error})")
+    return replace(config, draft_note=drafter.note)

@@ -102,6 +102,7 @@ def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
         max_model_len=config.schedule.max_model_len,
         max_num_seqs=config.schedule.max_num_seqs,
         seed=settings.seed,
+        speculative_config=None,
     )
     make_data(llm, job.data, conversations, settings.data, settings.seed, deadline, job.say)
     if deadline.over:

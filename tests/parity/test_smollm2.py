@@ -22,7 +22,9 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2-135m", dtype="float32", device="cpu", max_model_len=512)
+    return LLM(
+        "smollm2-135m", dtype="float32", device="cpu", max_model_len=512, speculative_config=None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,7 @@ def small_steps_llm() -> LLM:
         block_size=8,
         num_kv_blocks=112 // 8 + 1,
         enable_prefix_caching=False,
+        speculative_config=None,
     )
 
 
