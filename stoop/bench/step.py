@@ -201,9 +201,12 @@ def engine_sizes(
 
 
 def record_steps(llm: LLM, load: StepLoad, path: Path, with_ops: bool = True) -> tuple[Trace, Span]:
-    """A Chrome trace of some steps, written to `path` and read from there."""
+    """A Chrome trace of some steps, written to `path` and read from there.
+
+    They are those in the middle of what is timed: their contexts are as long, on average.
+    """
     with decoding(llm, load) as run, tracing(llm.config.device.device, path, with_ops) as begin:
-        run.advance(WARM_STEPS)
+        run.advance(WARM_STEPS + max(0, load.steps - PROFILED_STEPS) // 2)
         begin()
         span = run.advance(PROFILED_STEPS)
     return read_trace(path), span

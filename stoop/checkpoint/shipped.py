@@ -10,7 +10,9 @@ LENGTHS = "acceptance.json"
 
 def shipped_head(model: str) -> Path | None:
     folder = SHIPPED.get(model)
-    return folder if folder is not None and (folder / "config.json").is_file() else None
+    names = ("config.json", "model.safetensors", LENGTHS)
+    whole = folder is not None and all((folder / name).is_file() for name in names)
+    return folder if whole else None
 
 
 def acceptance_lengths(folder: Path) -> list[float]:

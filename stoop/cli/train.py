@@ -94,11 +94,13 @@ def train_draft(
         raise ConfigError(f"--export-dtype {export_dtype}: use bfloat16, float32 or float64")
     settings = Settings(**groups, seed=seed, device=device, dtype=dtype, time_budget=time_budget)
     job = Job(target, out, settings, _say)
-    job.note(["stoop", *sys.argv[1:]])
+    command = ["stoop", *sys.argv[1:]]
     if stage in ("all", "data"):
         run_data(job, prompts)
+        job.note(command)
     if stage in ("all", "train"):
         run_train(job, fresh)
+        job.note(command)
     if stage in ("all", "export"):
         for folder in run_export(job, layout, export_dtype):
             print(folder)

@@ -15,13 +15,13 @@ from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.report import Report
 from stoop.config.errors import ConfigError, RequestError
 from stoop.config.resolve import resolve
-from stoop.config.schema import Config, EngineOptions, ModelSpec
+from stoop.config.schema import Config, EngineOptions
 from stoop.config.speculation import asks_for_auto
 from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan, StepResult
-from stoop.engine.drafter import find_drafter
+from stoop.engine.drafter import Drafter, find_drafter
 from stoop.engine.inputs import InputProcessor, Prompt
 from stoop.engine.outputs import Answer, RequestGroup
 from stoop.models.hf_config import read_model_spec
@@ -200,24 +200,22 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     device = find_device(options.device)
     folder = resolve_model(options.model, revision=options.revision, report=report)
     model = read_model_spec(folder)
-    config = _settle(options, model, str(folder), device, report)
-    tokenizer = None
-    if not options.skip_tokenizer_init:
-        source = Path(options.tokenizer) if options.tokenizer else folder
-        tokenizer = Tokenizer.from_folder(source)
-    return Engine(config, tokenizer, options.seed, report)
-
-
-def _settle(
-    options: EngineOptions, model: ModelSpec, folder: str, device: str, report: Report | None
-) -> Config:
-    """A drafter that nobody asked for gives way to options that it does not fit."""
     drafter = find_drafter(options, model, device, build_engine, report)
+
+    def build(drafter: Drafter) -> Engine:
+        config = resolve(options, model, str(folder), device, drafter.spec)
+        tokenizer = None
+        if not options.skip_tokenizer_init:
+            source = Path(options.tokenizer) if options.tokenizer else folder
+            tokenizer = Tokenizer.from_folder(source)
+        config = replace(config, draft_note=drafter.note)
+        return Engine(config, tokenizer, options.seed, report)
+
+    if drafter.spec is None or not asks_for_auto(options.speculative_config):
+        return build(drafter)
     try:
-        config = resolve(options, model, folder, device, drafter.spec)
+        return build(drafter)
     except ConfigError as error:
-        if drafter.spec is None or not asks_for_auto(options.speculative_config):
-            raise
-        config = resolve(options, model, folder, device)
-        return replace(config, draft_note=f"its head does not fit the other options ({error})")
-    return replace(config, draft_note=drafter.note)
+        # A drafter that nobody asked for gives way to options that it does not fit.
+        note = f"its head does not fit the other options ({error})"
+    return build(Drafter(None, note))

@@ -1,6 +1,7 @@
 """Milliseconds of a step with no, one, two ... drafts on this machine, measured once and kept."""
 
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
@@ -55,6 +56,7 @@ def step_times(
                 report("measuring whether drafts pay here", num_drafts, MAX_DRAFTS + 1)
             chosen = _probe(options, model, head, num_drafts)
             times.append(time_steps(build(chosen), model.vocab_size))
+            gc.collect()  # an engine has cycles, and the next one measures free memory
         known = {**_read(path), key: times}
         _write(path, known)
     return known[key]
@@ -106,13 +108,13 @@ def _processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} x {names[0]}" if names else platform.machine()
+    return f"{len(os.sched_getaffinity(0))} x {names[0] if names else platform.machine()}"
 
 
 def _read(path: Path) -> dict[str, list[float]]:
     try:
-        found = json.loads(path.read_text())
-        return {key: [float(ms) for ms in times] for key, times in found.items()}
+        found = json.loads(path.read_text()).items()
+        return {key: [float(ms) for ms in times] for key, times in found if len(times) > MAX_DRAFTS}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

@@ -249,7 +249,7 @@ _meta_runs: dict[Any, _MetaRun] = {}  # layers and drafts repeat each other's ca
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> _MetaRun:
     try:
-        key = (func, _signature(args), _signature(kwargs))
+        key = (func, _signature(args), _signature(kwargs), torch.get_default_dtype())
         known = _meta_runs.get(key)
     except TypeError:  # an argument that cannot be a key
         return _run_on_meta(func, args, kwargs)

@@ -54,7 +54,7 @@ class Job:
 
     def note(self, command: Sequence[str]) -> None:
         """Keep the command for the model card, once."""
-        line = shlex.join(command)
+        line = shlex.join(command).replace("\n", " ")
         if line not in self.commands():
             self.out.mkdir(parents=True, exist_ok=True)
             with (self.out / COMMANDS).open("a") as file:

@@ -89,7 +89,8 @@ class Outcome:
     ring: "OutcomeRing"
 
     def wait(self) -> None:
-        """This is where the host waits for the device, and nowhere else."""
+        """This is where the loop waits for the device. (Scores are waited for apart, and a backend
+        that plans on the host waits for lengths.)"""
         if self.landed is not None:
             started = time.perf_counter()
             self.landed.synchronize()

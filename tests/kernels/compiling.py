@@ -97,7 +97,7 @@ def _signals_late(ptx: str, name: str) -> bool:
         )
     }
     assert places["wait"], f"{name} starts early and never waits"
-    assert min(places["write"]) > places["wait"][0], f"{name} writes before it waits"
+    assert places["wait"][0] < min(places["write"]), f"{name} writes before it waits"
     return bool(places["signal"]) and places["signal"][0] > places["wait"][0]
 
 

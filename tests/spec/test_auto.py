@@ -107,13 +107,15 @@ def test_steps_are_measured_for_real(target: str, tmp_path: Path) -> None:
     assert stages.count("measuring whether drafts pay here") == len(times)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"a": ["b"]}'])
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"a": ["b"]}', '{"%s": [1.0]}'])
 def test_a_broken_store_is_made_anew(
     target: str, timed: Callable[..., list[int]], tmp_path: Path, content: str
 ) -> None:
     store = tmp_path / "cache" / probe.STORE
     store.parent.mkdir()
-    store.write_text(content)
+    options = make_options(target, {"device": "cpu"})
+    key = probe._machine(options, shipped.SHIPPED[target])
+    store.write_text(content.replace("%s", key))
     seen = timed(10, 11, 12, 13)
     assert LLM(target, **SETTINGS).config.spec is not None and len(seen) == 4
     assert LLM(target, **SETTINGS).config.spec is not None and len(seen) == 4
@@ -138,6 +140,10 @@ def test_options_that_it_does_not_fit_win(target: str, timed: Callable[..., list
     asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": 3}
     with pytest.raises(ConfigError, match="max_num_batched_tokens=2"):
         LLM(target, **SETTINGS, max_num_batched_tokens=2, speculative_config=asked)
+    # With a head's layer the cache is a third larger: refused where it is made.
+    small = {**SETTINGS, "kv_cache_memory": str(128 * 3 * 2 * 64 * 4 + 50000), "max_num_seqs": 1}
+    llm = LLM(target, **small)
+    assert llm.config.spec is None and "KV cache" in llm.config.draft_note
     with pytest.raises(ConfigError, match="block_size=3"):  # wrong with and without drafts
         LLM(target, **SETTINGS, block_size=3)
 

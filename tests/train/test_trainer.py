@@ -204,8 +204,8 @@ def test_the_command_from_prompts_to_a_head(
         assert done.exit_code == 0, done.exception
         output += done.output
     card = (out / "head" / "README.md").read_text()
-    assert [shlex.join(["stoop", *command]) in card for command in commands] == [True] * 3
-    assert card.count("--stage export") == 1
+    made = [shlex.join(["stoop", *command]) for command in commands]
+    assert made[0] in card and made[1] in card and made[2] not in card
     assert (out / "head" / "model.safetensors").stat().st_mode & 0o777 == 0o644
     assert re.search(r"64 of 258 tokens cover \d+\.\d+% of the answers", output)
     config = json.loads((out / "head" / "config.json").read_text())

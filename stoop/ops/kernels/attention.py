@@ -27,7 +27,12 @@ from stoop.ops.kernels.attention_parts import (
     store_zeros,
     zero_padding,
 )
-from stoop.ops.kernels.launch import let_next_start, overlapping, wait_for_inputs
+from stoop.ops.kernels.launch import (
+    let_next_start,
+    load_early,
+    overlapping,
+    wait_for_inputs,
+)
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -61,7 +66,8 @@ def _split_kernel(
     # Lengths and pages were there before this kernel could start: see launch.py.
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, query_len, context, seq_len = row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
-    table_ptr += tl.load(slot_ptr + row) * table_stride
+    table_ptr += load_early(slot_ptr + row) * table_stride
+    served = (query_len > 0) & (query_len <= max_len)
     num_splits = tl.num_programs(1)
     first, start, size = splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
     start += split * size
@@ -70,18 +76,17 @@ def _split_kernel(
     key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
     if PDL:
         prefetch_keys(
-            key_ptr, table_ptr, start, stop, first, value_stride, page_stride, token_stride,
-            PAGE, HEAD_DIM, BLOCK_N,
+            key_ptr, table_ptr, start, tl.where(served, stop, 0), first,
+            value_stride, page_stride, token_stride, PAGE, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
-    end = tl.load(start_loc_ptr + num_reqs)
+    end = load_early(start_loc_ptr + num_reqs)
     wait_for_inputs(PDL)
-
-    if ALONE & (split == 0):
+    if ALONE:
         zero_padding(
-            out_ptr, row, end, num_tokens, num_reqs, max_len, kv_head, out_stride,
-            GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+            out_ptr, row, tl.where(split == 0, end, num_tokens), num_tokens, num_reqs, max_len,
+            kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
         )  # fmt: skip
-    if (query_len == 0) | (query_len > max_len) | (SPLIT & (start >= seq_len)):
+    if ~served | (SPLIT & (start >= seq_len)):
         return
     m, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
     inside = (m < query_len * GROUP)[:, None] & (column < HEAD_DIM)

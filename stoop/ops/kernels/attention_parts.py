@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from stoop.ops.kernels.launch import prefetch
+from stoop.ops.kernels.launch import load_early, prefetch
 
 PREFETCHED_TILES = tl.constexpr(3)
 ROW_CHUNK = tl.constexpr(256)  # rows that the search for a tile's row looks at together
@@ -30,7 +30,7 @@ def load_tile(ptr, offset, mask, column, MASKED: tl.constexpr, HEAD_DIM: tl.cons
 def pages(table_ptr, start, first, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Of the keys from start on. No page outside of first..seq_len is read, nor its number."""
     key = start + tl.arange(0, BLOCK_N)
-    return tl.load(table_ptr + key // PAGE, mask=(key >= first) & (key < seq_len), other=0)
+    return load_early(table_ptr + key // PAGE, mask=(key >= first) & (key < seq_len), other=0)
 
 
 @triton.jit
@@ -118,19 +118,19 @@ def zero_padding(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A row's part of the tokens behind `end`, if there are any."""
-    if num_tokens > end:
-        for place in range(row * max_len, num_tokens, num_reqs * max_len):
-            stop = tl.minimum(num_tokens, place + max_len)
-            store_zeros(
-                out_ptr, place, end, stop, kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D
-            )
+    behind = tl.where(num_tokens > end, num_tokens, 0)
+    for place in range(row * max_len, behind, num_reqs * max_len):
+        stop = tl.minimum(num_tokens, place + max_len)
+        store_zeros(
+            out_ptr, place, end, stop, kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D
+        )
 
 
 @triton.jit
 def row_of(start_loc_ptr, context_ptr, seq_len_ptr, row):
-    begin = tl.load(start_loc_ptr + row)
-    query_len = tl.load(start_loc_ptr + row + 1) - begin
-    return begin, query_len, tl.load(context_ptr + row), tl.load(seq_len_ptr + row)
+    begin = load_early(start_loc_ptr + row)
+    query_len = load_early(start_loc_ptr + row + 1) - begin
+    return begin, query_len, load_early(context_ptr + row), load_early(seq_len_ptr + row)
 
 
 @triton.jit
@@ -142,14 +142,14 @@ def prefetch_keys(
     are on their way."""
     SIZE: tl.constexpr = HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth // 8
     if SIZE % 16 == 0:
+        lane = tl.arange(0, 2 * BLOCK_N)  # keys, then values: one a thread, more or less
         for tile in tl.static_range(PREFETCHED_TILES):
-            begin = start + tile * BLOCK_N
-            page = pages(table_ptr, begin, first, stop, PAGE, BLOCK_N)
-            key = begin + tl.arange(0, BLOCK_N)
+            key = start + tile * BLOCK_N + lane % BLOCK_N
+            wanted = (key >= first) & (key < stop)
+            page = load_early(table_ptr + key // PAGE, mask=wanted, other=0)
             place = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
-            size = tl.where(key < stop, SIZE, 0)
-            prefetch(key_ptr + place, size)
-            prefetch(key_ptr + value_stride + place, size)
+            place += tl.where(lane < BLOCK_N, 0, value_stride)
+            prefetch(key_ptr + place, tl.where(wanted, SIZE, 0))
 
 
 @triton.jit

@@ -6,7 +6,8 @@ or writes anything at all: then all kernels before it have ended, since each wai
 
 Positions, lengths and pages may be read before the wait all the same, by the kernels of a layer:
 between them and whoever prepares a step, or a draft decode, stands a kernel that lets the next one
-start only when it has itself waited. That is the lookup of embeddings, in both.
+start only when it has itself waited. That is the lookup of embeddings, in both. Such reads go to
+the second-level cache (`load_early`), where whoever wrote has left what he wrote.
 """
 
 import functools
@@ -47,6 +48,12 @@ def let_next_start_if(condition, PDL: tl.constexpr):
 def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def load_early(ptr, mask=None, other=None):
+    """What was there before this kernel could start, past the first-level cache."""
+    return tl.load(ptr, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit

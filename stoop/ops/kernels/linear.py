@@ -252,8 +252,8 @@ def launch(
     assert tiling.dot or num_tokens == 1, (tiling, num_tokens)
     outputs = tiling.rows // 2 if gated else tiling.rows
     num_programs = triton.cdiv(num_outputs, outputs)
-    step = tiling.ways * tiling.block_k
-    ahead, shares = _ahead(weight, tiling.rows, num_programs, idle)
+    step, options = tiling.ways * tiling.block_k, overlapping(x)
+    ahead, shares = _ahead(weight, tiling.rows, num_programs, idle) if options["PDL"] else (0, 0)
     _linear_kernel[(num_programs,)](
         x, weight, bias, x if norm[0] is None else norm[0], residual, out,
         num_tokens, num_outputs, num_inputs, norm[1], NORM=norm[0] is not None,
@@ -264,7 +264,7 @@ def launch(
         THREADS=32 * tiling.num_warps,
         # Triton's interpreter cannot multiply in bfloat16.
         WIDE=INTERPRETED and x.dtype == torch.bfloat16,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlapping(x),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options,
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def _ahead(weight: Tensor, rows: int, num_programs: int, idle: bool) -> tuple[in
     """Bytes to ask for while the inputs are waited for: of each row of a program, and 0; or of the
     whole weight, and how many programs share in that."""
     row_bytes = weight.shape[1] * weight.dtype.itemsize
-    if INTERPRETED or row_bytes % 16 != 0 or weight.data_ptr() % 16 != 0:
+    if row_bytes % 16 != 0 or weight.data_ptr() % 16 != 0:
         return 0, 0
     if idle:
         return min(weight.nbytes, WHOLE_BYTES), min(num_programs, MAX_SHARES)

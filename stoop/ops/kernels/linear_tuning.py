@@ -98,7 +98,8 @@ class Trial:
                 continue
 
     def call(self, num_tokens: int) -> Callable[[Tensor, Decision], None]:
-        """The product with one weight, as ops/linear.py would do it by this decision."""
+        """The product with one weight, as ops/linear.py would do it by this decision, behind
+        another product: memory is not idle before it."""
         kind = self.shape.kind
         options: Any = {"dtype": self.shape.dtype, "device": self.weights.device}
         x = torch.randn(num_tokens, self.shape.num_inputs, **options)
@@ -119,15 +120,16 @@ class Trial:
 
         def by_cublas(weight: Tensor) -> None:
             if kind == "add":
-                torch.addmm(residual, x, weight.t())
+                residual.addmm_(x, weight.t())
+                return
+            if kind == "logits":
+                torch.mm(x, weight.t(), out_dtype=torch.float32)
                 return
             y = F.linear(
                 norm.rms_norm(x, self.norm, EPS) if kind in ("norm", "gated") else x, weight
             )
             if kind == "gated":
                 norm.silu_and_mul(y)
-            elif kind == "logits":
-                y.float()
 
         return lambda weight, tiling: by_kernel(weight, tiling) if tiling else by_cublas(weight)
 

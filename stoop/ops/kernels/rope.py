@@ -5,7 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoop.ops.kernels.launch import let_next_start, overlapping, wait_for_inputs
+from stoop.ops.kernels.launch import (
+    let_next_start,
+    load_early,
+    overlapping,
+    wait_for_inputs,
+)
 from stoop.ops.library import register
 from stoop.ops.rope import HeadNorms, Rotation
 
@@ -27,10 +32,10 @@ def _rotate_and_store_kernel(
     live = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (column < HALF)
     is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
     # Positions and slots were there before this kernel could start: see launch.py.
-    angle = table_ptr + tl.load(positions_ptr + token) * HALF + column
+    angle = table_ptr + load_early(positions_ptr + token) * HALF + column
     cos = tl.load(angle, mask=column < HALF, other=0.0).to(tl.float32)
     sin = tl.load(angle + num_positions * HALF, mask=column < HALF, other=0.0).to(tl.float32)
-    slot = tl.load(slot_mapping_ptr + token)
+    slot = load_early(slot_mapping_ptr + token)
     if NORMS:
         norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr) + column
         upper = tl.load(norm_ptr, mask=live, other=0.0).to(tl.float32)
