@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoop.cli.options import Command, engine_flags
+from stoop.cli.options import DEFAULT_MODEL, Command, Model, engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
@@ -22,8 +22,6 @@ bench = typer.Typer(
     help="Measure speed. The last line of the output is JSON.", no_args_is_help=True
 )
 
-DEFAULT_MODEL = "smollm2-135m"
-Model = Annotated[str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")]
 InputLen = Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens of a request")]
 OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens of a request")]
 Shape = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from stoop.cli.acceptance import print_acceptance
-from stoop.cli.options import sampling_flags, text_engine_flags
+from stoop.cli.options import DEFAULT_MODEL, Model, sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
 from stoop.core.sampling_params import SamplingParams
@@ -18,9 +18,7 @@ HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D
 @text_engine_flags
 @sampling_flags(temperature=0.7, top_p=0.95, max_tokens=512)
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")
-    ] = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     system: Annotated[
         str | None, typer.Option("--system", help="system prompt; default: the template's own")
     ] = None,

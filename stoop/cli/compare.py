@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import text_engine_flags
+from stoop.cli.options import DEFAULT_MODEL, Model, text_engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
 
@@ -24,9 +24,7 @@ QUESTIONS = (
 
 @text_engine_flags
 def compare(
-    model: Annotated[
-        str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")
-    ] = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     prompts: Annotated[
         Path | None, typer.Option(help="a text file with a prompt a line; default: eight questions")
     ] = None,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from stoop.cli.acceptance import print_acceptance
-from stoop.cli.options import sampling_flags, text_engine_flags
+from stoop.cli.options import DEFAULT_MODEL, Model, sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
 from stoop.core.outputs import RequestOutput
@@ -19,9 +19,7 @@ from stoop.core.sampling_params import SamplingParams
 @text_engine_flags
 @sampling_flags(temperature=0.0, max_tokens=128)
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")
-    ] = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     prompt: Annotated[
         list[str], typer.Option("--prompt", "-p", help="may be repeated; - reads standard input")
     ] = [],  # noqa: B006

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stoop.cli.options import Model
 from stoop.config.errors import ConfigError
 from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSettings
 
@@ -52,7 +53,7 @@ def _settings_flags(command: Any) -> Any:
 
 @_settings_flags
 def train_draft(
-    target: Annotated[str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")],
+    target: Model,
     out: Annotated[Path, typer.Option(help="folder for data, checkpoints and the head")],
     prompts: Annotated[
         list[Path],

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import engine_flags
+from stoop.cli.options import DEFAULT_MODEL, Model, engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
 
@@ -19,9 +19,7 @@ def _tune_flags(command: Any) -> Any:
 
 @_tune_flags
 def tune(
-    model: Annotated[
-        str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")
-    ] = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     tokens: Annotated[
         str, typer.Option(help="tokens of a step to measure for, up to 64, with commas between")
     ] = "1,8,16,32,64",
