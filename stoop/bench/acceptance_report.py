@@ -10,6 +10,7 @@ from rich.table import Table
 from stoop.bench.acceptance import AcceptanceReport, Row, Say
 from stoop.bench.report import print_json
 from stoop.bench.step import device_name
+from stoop.core.plotting import find_pyplot
 
 
 def print_acceptance(
@@ -49,14 +50,9 @@ def print_acceptance(
 
 def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
     """Tokens a step by K, and how far drafts stand at the largest K; needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        say("no plot: matplotlib is not installed (pip install 'stoop[train]')")
+    pyplot = find_pyplot("plot", say)
+    if pyplot is None:
         return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     figure, (lengths, rates) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for (name, temperature), group in groupby(report.rows, key=_place):
         rows = list(group)

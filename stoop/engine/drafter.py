@@ -33,10 +33,8 @@ class Drafter:
 
 
 def spelled_out(given: Any, model: str) -> Any:
-    """ "auto" in words, for whoever wants the head that comes with a model even if it does not pay.
-
-    None if there is no such head.
-    """
+    """What "auto" stands for, for whoever wants the head that comes with a model even if it does
+    not pay; None if there is no such head."""
     if not asks_for_auto(given):
         return given
     folder = shipped_head(model)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stoop.core.plotting import find_pyplot
 from stoop.train.settings import Say
 
 
@@ -41,14 +42,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def draw_curve(log: Path, image: Path, say: Say) -> None:
     """Loss and acceptance by step; needs matplotlib, and does without where there is none."""
-    try:
-        import matplotlib
-    except ImportError:
-        say("no curve: matplotlib is not installed (pip install 'stoop[train]')")
+    pyplot = find_pyplot("curve", say)
+    if pyplot is None:
         return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     figure, (losses, rates) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     entries = read_log(log)
     for split, style in (("train", "-"), ("val", "o--")):

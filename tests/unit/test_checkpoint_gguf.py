@@ -425,7 +425,7 @@ def test_unknown_tokenizers_are_refused(changes: dict[str, Any], message: str) -
         build_tokenizer(spm_fields(**changes))
 
 
-def refuse(path: Path, tensors: Tensors, message: str, **options: Any) -> None:
+def assert_refused(path: Path, tensors: Tensors, message: str, **options: Any) -> None:
     source = write_gguf(path / "m.gguf", tensors, **options)
     with pytest.raises(CheckpointError, match=message):
         convert_gguf(source, path / "out")
@@ -433,17 +433,21 @@ def refuse(path: Path, tensors: Tensors, message: str, **options: Any) -> None:
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    refuse(tmp_path, random_tensors(), "architecture 'falcon'.*llama", architecture="falcon")
+    assert_refused(
+        tmp_path, random_tensors(), "architecture 'falcon'.*llama", architecture="falcon"
+    )
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
     message = "mixture-of-experts"
-    refuse(tmp_path, random_tensors(), message, more=lambda writer: writer.add_expert_count(8))
+    assert_refused(
+        tmp_path, random_tensors(), message, more=lambda writer: writer.add_expert_count(8)
+    )
 
 
 def test_partial_rotation_is_refused(tmp_path: Path) -> None:
     message = f"rotates 8 of {HEAD_DIM} dimensions"
-    refuse(
+    assert_refused(
         tmp_path,
         random_tensors(),
         message,
@@ -452,7 +456,7 @@ def test_partial_rotation_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
-    refuse(
+    assert_refused(
         tmp_path,
         random_tensors(),
         "scaling of kind 'longrope'",
@@ -462,7 +466,7 @@ def test_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
     extra = np.zeros(4, dtype=np.float32)
-    refuse(
+    assert_refused(
         tmp_path,
         random_tensors(),
         "tensor 'blk.0.mystery.weight'",
@@ -473,7 +477,7 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_refused_by_name(tmp_path: Path) -> None:
     tensors = random_tensors()
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    refuse(tmp_path, tensors, "lacks the tensor 'blk.1.ffn_up.weight'.*merge")
+    assert_refused(tmp_path, tensors, "lacks the tensor 'blk.1.ffn_up.weight'.*merge")
 
 
 def test_no_beginning_of_a_file_is_taken_for_a_whole_one(tmp_path: Path) -> None:
