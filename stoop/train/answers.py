@@ -23,7 +23,7 @@ from stoop.train.shards import ShardStore
 
 LOOP_SIZE = 8  # tokens that come again
 LOOP_SHARE = 0.5  # of an answer, in tokens that came before
-INVENTED_TOKENS = 128  # longest invented prompt
+INVENTED_TOKENS = 192  # longest invented prompt
 INVENTING_SHARE = 0.25  # of the time budget, at most
 FLUSH_SECONDS = 20.0
 

@@ -51,6 +51,8 @@ OPENINGS = (
     "Write a Python function that",
     "Write a program that",
     "Fix the bug in this code:",
+    "Complete this code:\n\ndef",
+    "Finish this Python function:\n\ndef",
     "Write a JavaScript function to",
     "How do I use a",
     "Write a SQL query that",

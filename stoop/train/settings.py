@@ -43,6 +43,9 @@ class DataSettings(_Settings):
     max_num_seqs: int | None = _setting(
         None, "answers under way at once; default: 16 on a CPU, 512 on a GPU", 1
     )
+    kv_cache_memory: str | None = _setting(
+        None, "bytes of the KV cache that answering takes, such as 16GiB; default: what is free"
+    )
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
         dtype=config.device.dtype,
         max_model_len=config.schedule.max_model_len,
         max_num_seqs=config.schedule.max_num_seqs,
+        kv_cache_memory=settings.data.kv_cache_memory,
         seed=settings.seed,
         speculative_config=None,
     )
