@@ -67,6 +67,15 @@ class InputBatch:
         return self.step.row_slots[: self.num_reqs_padded]
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """The rows that stand in the buffers."""
+
+    places: list[tuple[int, int]]  # slot and query tokens of each
+    query_lens: np.ndarray  # [num_reqs] int64
+    num_tokens: int
+
+
 class InputBuffers:
     """Owns the buffers; made once, large enough for any step."""
 
@@ -92,7 +101,7 @@ class InputBuffers:
             row_drafts=zeros(max_reqs),
             row_slots=zeros(max_reqs),
         )
-        self._loaded: tuple[np.ndarray, np.ndarray] | None = None
+        self._loaded: _Loaded | None = None
 
     def forget_rows(self) -> None:
         """Somebody else has written the rows: what is loaded next must be copied."""
@@ -106,25 +115,22 @@ class InputBuffers:
         query_len: int | None = None,
     ) -> InputBatch:
         """Copy a plan's rows in, padded over the whole extent. No rows: all is padding."""
-        num_reqs = len(rows)
-        query_lens = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        seq_lens = np.array([row.seq_len for row in rows], dtype=np.int64)
-        idx_mapping = np.full(self.max_reqs, -1, dtype=np.int64)
-        idx_mapping[:num_reqs] = [row.slot for row in rows]
-        starts = np.zeros(self.max_reqs + 1, dtype=np.int32)
-        starts[1 : num_reqs + 1] = np.cumsum(query_lens)
-        starts[num_reqs + 1 :] = starts[num_reqs]
-        assert starts[-1] <= self.max_tokens, (starts[-1], self.max_tokens)
-        self._copy_rows(idx_mapping, starts)
+        places = [(row.slot, row.num_tokens) for row in rows]
+        loaded = self._loaded
+        if loaded is None or loaded.places != places:
+            # A batch that goes on as it is has its rows in place.
+            self._loaded = None  # in case that a copy fails
+            loaded = self._loaded = self._copy_rows(places)
+        num_reqs, num_tokens = len(rows), loaded.num_tokens
         return InputBatch(
             plan_rows=rows,
             num_reqs=num_reqs,
-            num_tokens=int(starts[-1]),
+            num_tokens=num_tokens,
             num_reqs_padded=num_reqs if num_reqs_padded is None else num_reqs_padded,
-            num_tokens_padded=int(starts[-1]) if num_tokens_padded is None else num_tokens_padded,
-            query_lens_cpu=query_lens,
+            num_tokens_padded=num_tokens if num_tokens_padded is None else num_tokens_padded,
+            query_lens_cpu=loaded.query_lens,
             query_len=query_len,
-            seq_lens_cpu_upper_bound=seq_lens,
+            seq_lens_cpu_upper_bound=np.array([row.seq_len for row in rows], dtype=np.int64),
             rows=self.rows,
             step=self.step,
         )
@@ -133,16 +139,18 @@ class InputBuffers:
         """Phase I."""
         prepare_inputs(slots, self.rows, self.step, block_size)
 
-    def _copy_rows(self, idx_mapping: np.ndarray, starts: np.ndarray) -> None:
-        """A batch that goes on as it is has its rows in place."""
-        if self._loaded is not None:
-            before = self._loaded
-            if np.array_equal(before[0], idx_mapping) and np.array_equal(before[1], starts):
-                return
-        self._loaded = None  # in case that a copy fails
+    def _copy_rows(self, places: list[tuple[int, int]]) -> "_Loaded":
+        num_reqs = len(places)
+        query_lens = np.array([num_tokens for _, num_tokens in places], dtype=np.int64)
+        idx_mapping = np.full(self.max_reqs, -1, dtype=np.int64)
+        idx_mapping[:num_reqs] = [slot for slot, _ in places]
+        starts = np.zeros(self.max_reqs + 1, dtype=np.int32)
+        starts[1 : num_reqs + 1] = np.cumsum(query_lens)
+        starts[num_reqs + 1 :] = starts[num_reqs]
+        assert starts[-1] <= self.max_tokens, (starts[-1], self.max_tokens)
         self._copy_in(self.rows.idx_mapping, idx_mapping)
         self._copy_in(self.rows.query_start_loc, starts)
-        self._loaded = (idx_mapping, starts)
+        return _Loaded(places, query_lens, int(starts[-1]))
 
     def _copy_in(self, target: Tensor, host: np.ndarray) -> None:
         source = torch.from_numpy(host)

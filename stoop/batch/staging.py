@@ -35,10 +35,11 @@ class StagedWrites:
     def apply(self) -> None:
         edits, self._edits = self._edits, {}  # an edit that fails is not tried again
         for target, places, contents in edits.values():
-            index = self._to_device(torch.from_numpy(_last_wins(places)))
-            order = np.concatenate(contents)[_last_positions(places)]
-            values = torch.from_numpy(order).to(target.dtype)
-            target.view(-1).index_copy_(0, index, self._to_device(values))
+            place, values = np.concatenate(places), np.concatenate(contents)
+            last = _last_edits(place)
+            index = self._to_device(torch.from_numpy(place[last]))
+            found = torch.from_numpy(values[last]).to(target.dtype)
+            target.view(-1).index_copy_(0, index, self._to_device(found))
 
     def _to_device(self, host: Tensor) -> Tensor:
         if self.device.type != "cuda":
@@ -47,12 +48,7 @@ class StagedWrites:
         return host.pin_memory().to(self.device, non_blocking=True)
 
 
-def _last_positions(places: list[np.ndarray]) -> np.ndarray:
+def _last_edits(place: np.ndarray) -> np.ndarray:
     """Where the last edit of each place stands; a scatter of duplicates has no defined order."""
-    flat = np.concatenate(places)
-    _, first_from_back = np.unique(flat[::-1], return_index=True)
-    return flat.size - 1 - first_from_back
-
-
-def _last_wins(places: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(places)[_last_positions(places)]
+    _, first_from_back = np.unique(place[::-1], return_index=True)
+    return place.size - 1 - first_from_back

@@ -35,12 +35,13 @@ class PrefixNode:
     parent: "PrefixNode | None"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # all of it is looked at in every step
 class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     rules: TokenRules
     priority: int = 0  # lower is served first
+    num_prompt_tokens: int = field(init=False)
     # Given by the scheduler.
     arrival: int = 0  # order of arrival
     token_limit: int = 0  # known tokens at which it ends at the latest
@@ -67,6 +68,7 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.prompt_token_ids, "a request needs at least one prompt token"
+        self.num_prompt_tokens = len(self.prompt_token_ids)
         self.token_ids = list(self.prompt_token_ids)
 
     @property
@@ -102,16 +104,12 @@ class Request:
         return len(self.token_ids) + self.num_due >= self.token_limit
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def finished(self) -> bool:

@@ -69,10 +69,10 @@ class RowResult:
     request_id: str
     epoch: int
     token_ids: list[int]  # empty for a chunk that does not reach the prompt's end
+    num_drafts: int = 0  # drafts that were verified; all but one of the tokens are such
     scores: Sequence[TokenScores] = ()  # one a token, if asked for
     prompt_scores: Sequence[TokenScores] = ()  # of this chunk, if asked for
     prompt_scores_start: int = 0  # the prompt token that the first of them scores
-    num_drafts: int = 0  # drafts that were verified; all but one of the tokens are such
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from stoop.engine.outputs import Answer, RequestGroup
 from stoop.models.hf_config import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
-from stoop.worker.device import find_device
+from stoop.worker.device import exempt_from_collection, find_device
 from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner
 
@@ -46,6 +46,8 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}
+        if config.device.device != "cpu":
+            exempt_from_collection(self)
 
     # ---- requests ----
 
@@ -87,8 +89,8 @@ class Engine:
         for answer in group.answers:
             self.scheduler.finish(answer.request, "abort")
             answer.finish()
-        group.note_times()
-        return self._output(group)
+        group.note_times(finished=True)
+        return self._output(group, finished=True)
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -138,7 +140,7 @@ class Engine:
 
     def _take(self, result: StepResult) -> list[RequestOutput]:
         """Results to their requests: tokens, text, stop strings."""
-        changed: dict[str, RequestGroup] = {}
+        changed: dict[RequestGroup, None] = {}
         for request, row in self.scheduler.update(result):
             group, answer = self._answers[request.request_id]
             group.take_prompt_scores(answer, row)
@@ -148,12 +150,13 @@ class Engine:
                 self._stop(request, stop)
                 # What came behind the stop string in the same run was not generated for anybody.
                 self.scheduler.stats.num_generated_tokens -= num_tokens - request.num_tokens
-            changed[group.request_id] = group
+            changed[group] = None
         outputs = []
-        for group in changed.values():
-            group.note_times()
-            if group.finished or not group.final_only:
-                outputs.append(self._output(group))
+        for group in changed:
+            finished = group.finished
+            group.note_times(finished)
+            if finished or not group.final_only:
+                outputs.append(self._output(group, finished))
         if not self.has_work:
             self.scheduler.check_idle()
         return outputs
@@ -165,12 +168,12 @@ class Engine:
         else:
             self.scheduler.finish(request, "stop", stop)
 
-    def _output(self, group: RequestGroup) -> RequestOutput:
-        if group.finished:
+    def _output(self, group: RequestGroup, finished: bool) -> RequestOutput:
+        if finished:
             del self._groups[group.request_id]
             for answer in group.answers:
                 del self._answers[answer.request.request_id]
-        return group.output()
+        return group.output(finished)
 
     # ---- numbers ----
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
-from stoop.core.request import Request
+from stoop.core.request import Request, RequestStatus
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import RowResult, TokenScores
 from stoop.text.detokenize import TextStream
@@ -38,6 +38,8 @@ class Answer:
 
     def take(self, row: RowResult) -> str | None:
         """Read new tokens into text; returns the stop string that they completed, if any."""
+        if self._stream is None and self.logprobs is None:
+            return None
         new_ids = self.request.token_ids[self.request.num_prompt_tokens + self._num_taken :]
         self._num_taken += len(new_ids)
         if self.logprobs is not None:
@@ -62,14 +64,14 @@ class Answer:
     def output(self) -> CompletionOutput:
         request = self.request
         return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=request.output_token_ids,
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            spec=request.spec.copy() if request.spec.num_accepted_tokens_per_pos else None,
+            self.index,
+            self._stream.text if self._stream else "",
+            request.token_ids[request.num_prompt_tokens :],
+            None if self.logprobs is None else self.cumulative_logprob,
+            None if self.logprobs is None else list(self.logprobs),
+            request.finish_reason,
+            request.stop_reason,
+            request.spec.copy() if request.spec.num_accepted_tokens_per_pos else None,
         )
 
     def _without_stop_token(self, new_ids: Sequence[int]) -> Sequence[int]:
@@ -120,6 +122,9 @@ class RequestGroup:
 
     @property
     def finished(self) -> bool:
+        first = self.answers[0]  # most often the only one
+        if first.request.status is not RequestStatus.FINISHED:
+            return False
         return all(answer.request.finished for answer in self.answers)
 
     def take_prompt_scores(self, answer: Answer, row: RowResult) -> None:
@@ -131,9 +136,8 @@ class RequestGroup:
         for scores in row.prompt_scores[max(known, 0) :]:
             self.prompt_logprobs.append(decode_scores(scores, self.tokenizer))
 
-    def note_times(self) -> None:
+    def note_times(self, finished: bool) -> None:
         times = self.times
-        finished = self.finished
         if times.first_token is not None and not finished:
             return
         now = time.perf_counter()
@@ -141,17 +145,16 @@ class RequestGroup:
         first = times.first_token or (now if started else None)
         self.times = RequestTimes(times.arrival, first, now if finished else None)
 
-    def output(self) -> RequestOutput:
-        first = self.answers[0].request
+    def output(self, finished: bool) -> RequestOutput:
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[answer.output() for answer in self.answers],
-            finished=self.finished,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            num_cached_tokens=first.num_cached,
-            times=self.times,
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [answer.output() for answer in self.answers],
+            finished,
+            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            self.answers[0].request.num_cached,
+            self.times,
         )
 
 

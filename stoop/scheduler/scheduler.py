@@ -138,10 +138,7 @@ class Scheduler:
             self._admit_waiting(draft)
         if not draft.num_scheduled:
             return None
-        plan = self._plan(draft)
-        for request, num_tokens in draft.num_scheduled.items():
-            request.launch(num_tokens, self._most_tokens(request, num_tokens))
-        return plan
+        return self._plan(draft)
 
     def update(self, result: StepResult) -> list[tuple[Request, RowResult]]:
         """Take in a step's tokens; returns the rows that still had somebody waiting for them."""
@@ -171,11 +168,18 @@ class Scheduler:
 
         Decodes first: a long prompt's chunk must not hold up everybody's next token.
         """
-        todo = [(r, self._num_wanted(r)) for r in self.running if not r.ends_in_flight]
-        decodes = [each for each in todo if self._one_left(each[0])]
-        if len(decodes) == len(todo):
-            return decodes
-        return decodes + [each for each in todo if not self._one_left(each[0])]
+        ones, chunks = [], []
+        for request in self.running:
+            if request.ends_in_flight:
+                continue
+            remaining = request.num_expected - request.num_computed
+            if remaining == 1:
+                # A decode has places for all drafts, whether it has as many or not.
+                decodes = request.num_computed >= request.num_prompt_tokens
+                ones.append((request, self.config.query_len if decodes else 1))
+            else:
+                chunks.append((request, remaining))
+        return ones + chunks
 
     def _continue_running(self, todo: list[tuple[Request, int]], draft: _Draft) -> None:
         for request, wanted in todo:
@@ -186,29 +190,19 @@ class Scheduler:
                 draft.put(request, num_tokens)
 
     @staticmethod
-    def _one_left(request: Request) -> bool:
-        return request.num_expected - request.num_computed == 1
-
-    def _num_wanted(self, request: Request) -> int:
-        """Tokens to compute. A decode has places for all drafts, whether it has as many or not."""
-        remaining = request.num_expected - request.num_computed
-        return self.config.query_len if self._decodes(request) else remaining
-
-    @staticmethod
     def _decodes(request: Request) -> bool:
         """A prompt's last token alone is not a decode."""
         computed = request.num_computed
         return request.num_expected - computed == 1 and computed >= request.num_prompt_tokens
 
-    def _most_tokens(self, request: Request, num_tokens: int) -> int:
-        """That a step of so many tokens may yield: one, of a decode as many as it has places."""
-        if request.num_computed + num_tokens < request.num_expected:
-            return 0
-        return num_tokens if self._decodes(request) else 1
-
     def _lacks_blocks(self, todo: list[tuple[Request, int]]) -> bool:
         """Whether going on would preempt somebody, as far as can be known now."""
         missing, most = 0, self.config.max_num_batched_tokens
+        # Nobody lacks more than his tokens fill, and one block that they begin.
+        at_most = sum(min(wanted, most) for _, wanted in todo)
+        at_most += len(todo) * (self.config.num_lookahead + self.block_size)
+        if at_most <= self.pool.num_free * self.block_size:
+            return False
         for request, wanted in todo:
             reserved = self._num_reserved(request.num_computed + min(wanted, most))
             missing += max(0, self._num_blocks(reserved) - len(request.block_ids))
@@ -251,6 +245,9 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Get blocks for a running request, taking them from the last in order if need be."""
+        past = request.num_computed + num_tokens + self.config.num_lookahead
+        if past <= len(request.block_ids) * self.block_size:
+            return True
         while not self._grow(request, num_tokens, draft):
             victim = self.running[-1]
             self._preempt(victim)
@@ -291,7 +288,13 @@ class Scheduler:
         request.epoch = -1
 
     def _plan(self, draft: _Draft) -> StepPlan:
-        rows = [self._row(request, n) for request, n in draft.num_scheduled.items()]
+        # Before rows are launched: what was computed until now counts.
+        admissions = [self._admission(request) for request in draft.admitted]
+        rows = []
+        for request, num_tokens in draft.num_scheduled.items():
+            row = self._row(request, num_tokens)
+            request.launch(num_tokens, self._most_tokens(request, row))
+            rows.append(row)
         # Decodes lead, of like lengths together: backends cut the batch into tiles in this order.
         # Of those in slots' order: a batch that goes on as it is keeps its rows.
         rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
@@ -299,26 +302,32 @@ class Scheduler:
         return StepPlan(
             index=self.stats.num_steps,
             rows=rows,
-            admissions=[self._admission(request) for request in draft.admitted],
+            admissions=admissions,
             block_appends=list(self._block_appends(draft)),
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:
         past = request.num_computed + num_tokens
         return PlannedRow(
-            request_id=request.request_id,
-            epoch=request.epoch,
-            slot=request.slot,
-            num_tokens=num_tokens,
-            num_computed=request.num_computed,
-            seq_len=min(past, self.config.max_model_len),
-            num_reserved=len(request.block_ids) * self.block_size,
-            samples=past >= request.num_expected,
+            request.request_id,
+            request.epoch,
+            request.slot,
+            num_tokens,
+            request.num_computed,
+            min(past, self.config.max_model_len),
+            len(request.block_ids) * self.block_size,
+            past >= request.num_expected,
             # One admitted with a single token left has no places for drafts.
-            decodes=self._decodes(request) and num_tokens == self.config.query_len,
-            rules=request.rules,
-            num_prompt_tokens=request.num_prompt_tokens,
+            num_tokens == self.config.query_len and self._decodes(request),
+            request.rules,
+            request.num_prompt_tokens,
         )
+
+    def _most_tokens(self, request: Request, row: PlannedRow) -> int:
+        """That the row may yield: of a decode, cut short or not, as many as it has places."""
+        if row.decodes or self._decodes(request):
+            return row.num_tokens
+        return int(row.samples)
 
     @staticmethod
     def _admission(request: Request) -> Admission:
@@ -349,27 +358,27 @@ class Scheduler:
         for token in row.token_ids:
             request.token_ids.append(token)
             self.stats.num_generated_tokens += 1
-            if self._stops(request, token):
-                break
-        if not request.finished:
-            if row.token_ids:
-                # Rejected drafts were computed too: what counts is what is known.
-                request.num_computed = request.num_expected - 1
-            self.prefix_cache.insert(request)
+            if token in request.rules.stop_ids or request.num_tokens >= request.token_limit:
+                self._end(request, token)
+                if request.finished:
+                    return
+        if row.token_ids:
+            # Rejected drafts were computed too: what counts is what is known.
+            request.num_computed = request.num_expected - 1
+        self.prefix_cache.insert(request)
 
-    def _stops(self, request: Request, token: int) -> bool:
+    def _end(self, request: Request, token: int) -> None:
+        """Unless a token that would stop it came too early."""
         rules = request.rules
         if token in rules.stop_ids and request.num_output_tokens > rules.params.min_tokens:
-            # The block of the last computed token may be full: let others find it.
-            self.prefix_cache.insert(request)
-            self.finish(request, "stop", token)
-        elif (
-            request.num_output_tokens >= rules.max_tokens
-            or request.num_tokens >= self.config.max_model_len
-        ):
-            self.prefix_cache.insert(request)
-            self.finish(request, "length")
-        return request.finished
+            reason, stop = "stop", token
+        elif request.num_tokens >= request.token_limit:
+            reason, stop = "length", None
+        else:
+            return
+        # The block of the last computed token may be full: let others find it.
+        self.prefix_cache.insert(request)
+        self.finish(request, reason, stop)
 
     def _num_reserved(self, num_tokens: int) -> int:
         """Tokens to have blocks for: a drafter writes KV behind those of the step."""

@@ -145,37 +145,27 @@ class LaunchedStep:
         token_ids = host.token_ids[: batch.num_reqs].tolist()
         num_drafts = host.num_drafts[: batch.num_reqs].tolist()
         self.outcome.release()
-        tokens = [row[:count] for row, count in zip(token_ids, counts, strict=True)]
-        scores, prompt_scores = self._scores(tokens) if self.wants_scores else ({}, {})
+        found = zip(batch.plan_rows, token_ids, counts, num_drafts, strict=True)
         rows = [
-            RowResult(
-                request_id=row.request_id,
-                epoch=row.epoch,
-                token_ids=tokens[place],
-                scores=scores.get(place, ()),
-                prompt_scores=prompt_scores.get(place, ()),
-                prompt_scores_start=row.num_computed + 1,
-                num_drafts=num_drafts[place],
-            )
-            for place, row in enumerate(batch.plan_rows)
+            RowResult(row.request_id, row.epoch, tokens[:count], drafts)
+            for row, tokens, count, drafts in found
         ]
+        if self.wants_scores:
+            self._add_scores(rows)
         return StepResult(self.index, rows)
 
-    def _scores(
-        self, tokens: list[list[int]]
-    ) -> tuple[dict[int, list[TokenScores]], dict[int, list[TokenScores]]]:
-        """Of sampled tokens and of prompts, by row."""
-        rows = self.batch.plan_rows
-        sampled = {
-            place: [_cut(each, rows[place].rules.params.logprobs or 0) for each in found]
-            for place, found in self.reader.sampled(self.batch, tokens).items()
-        }
-        prompts = {}
+    def _add_scores(self, rows: list[RowResult]) -> None:
+        """Of sampled tokens and of prompts."""
+        planned = self.batch.plan_rows
+        sampled = self.reader.sampled(self.batch, [row.token_ids for row in rows])
+        for place, found in sampled.items():
+            asked = planned[place].rules.params.logprobs or 0
+            rows[place].scores = [_cut(each, asked) for each in found]
         first_token = 0
-        for place, row in enumerate(rows):
-            prompts[place] = self.reader.prompt(row, first_token)
-            first_token += row.num_tokens
-        return sampled, prompts
+        for row, plan in zip(rows, planned, strict=True):
+            row.prompt_scores = self.reader.prompt(plan, first_token)
+            row.prompt_scores_start = plan.num_computed + 1
+            first_token += plan.num_tokens
 
 
 def _cut(scores: TokenScores, num_best: int) -> TokenScores:

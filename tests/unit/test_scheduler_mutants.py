@@ -243,13 +243,14 @@ def count_rejected_drafts(take_tokens: Any) -> Any:
     return mutant
 
 
-def run_past_the_stop(stops: Any) -> Any:
+def run_past_the_stop(take_tokens: Any) -> Any:
     """The tokens behind the one that ends a request are kept as well."""
 
-    def mutant(self: Scheduler, request: Request, token: int) -> bool:
-        if not request.finished:
-            stops(self, request, token)
-        return False
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+        num_before = request.num_tokens
+        take_tokens(self, request, row)
+        if request.finished:
+            request.token_ids += row.token_ids[request.num_tokens - num_before :]
 
     return mutant
 
@@ -261,8 +262,8 @@ def drop_the_rest_of_a_run(take_tokens: Any) -> Any:
     return mutant
 
 
-def decode_without_places(num_wanted: Any) -> Any:
-    return lambda self, request: request.num_tokens - request.num_computed
+def decode_without_places(order_running: Any) -> Any:
+    return lambda self: [(r, r.num_tokens - r.num_computed) for r, _ in order_running(self)]
 
 
 SPECULATIVE_MUTANTS = [
@@ -271,9 +272,9 @@ SPECULATIVE_MUTANTS = [
     (Scheduler, "_num_reserved", reserve_beyond_the_model),
     (PrefixCache, "__init__", ignore_the_following_token),
     (Scheduler, "_take_tokens", count_rejected_drafts),
-    (Scheduler, "_stops", run_past_the_stop),
+    (Scheduler, "_take_tokens", run_past_the_stop),
     (Scheduler, "_take_tokens", drop_the_rest_of_a_run),
-    (Scheduler, "_num_wanted", decode_without_places),
+    (Scheduler, "_order_running", decode_without_places),
 ]
 
 
@@ -329,11 +330,11 @@ def bound_raised_by_one(launch: Any) -> Any:
 
 
 def a_step_yields_one(most_tokens: Any) -> Any:
-    return lambda self, request, num: min(1, most_tokens(self, request, num))
+    return lambda self, request, row: min(1, most_tokens(self, request, row))
 
 
 def a_chunk_yields_one(most_tokens: Any) -> Any:
-    return lambda self, request, num: max(1, most_tokens(self, request, num))
+    return lambda self, request, row: max(1, most_tokens(self, request, row))
 
 
 def offer_the_newest_token(insert: Any) -> Any:

@@ -1,0 +1,50 @@
+"""While an engine lives the garbage collector passes over it; dropped, it goes away all the same."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+
+from stoop import LLM
+from stoop.engine import engine
+from stoop.worker.device import exempt_from_collection
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> None:
+    gc.collect()
+    gc.unfreeze()
+
+
+def test_an_exempt_engine_is_passed_over_and_goes_with_its_owner(text_model: Path) -> None:
+    llm = LLM(str(text_model), device="cpu")
+    exempt_from_collection(llm.engine)
+    assert gc.get_freeze_count() > 0
+    runner = weakref.ref(llm.engine.runner)
+    del llm
+    assert gc.get_freeze_count() == 0, "the engine is held by something, or its end went unnoticed"
+    gc.collect()
+    assert runner() is None, "what the engine held is still there"
+
+
+def test_frozen_cycles_would_stay_without_their_owner(text_model: Path) -> None:
+    """The mutant: nothing is unfrozen, and memory is never given back."""
+    llm = LLM(str(text_model), device="cpu")
+    gc.freeze()
+    runner = weakref.ref(llm.engine.runner)
+    del llm
+    gc.collect()
+    assert runner() is not None
+    gc.unfreeze()
+    gc.collect()
+    assert runner() is None
+
+
+def test_an_engine_on_a_cpu_is_not_exempt(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exempt: list[object] = []
+    monkeypatch.setattr(engine, "exempt_from_collection", exempt.append)
+    llm = LLM(str(text_model), device="cpu")
+    assert exempt == [] and llm.config.device.device == "cpu"
