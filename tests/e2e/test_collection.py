@@ -1,4 +1,4 @@
-"""While an engine lives the garbage collector passes over it; dropped, it goes away all the same."""
+"""While an engine lives the garbage collector passes over it; dropped, it goes away."""
 
 import gc
 import weakref
