@@ -2,13 +2,14 @@
 
 A head has to foresee what the target says, so the target writes the text. Some answers are greedy,
 some are drawn; those that run in circles are thrown away, for anybody can foresee them. Requests
-are fed as others finish, so that the batch stays full to the end.
+are fed as others finish, so that the batch stays nearly full to the end.
 """
 
 import itertools
 import json
 import random
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ LOOP_SHARE = 0.5  # of an answer, in tokens that came before
 INVENTED_TOKENS = 192  # longest invented prompt
 INVENTING_SHARE = 0.25  # of the time budget, at most
 FLUSH_SECONDS = 20.0
+LUMPS = 16  # requests are added when a share of 1 / 16 has finished
 
 
 class Ask(NamedTuple):
@@ -36,21 +38,27 @@ class Ask(NamedTuple):
 
 def is_loop(token_ids: Sequence[int], size: int = LOOP_SIZE, share: float = LOOP_SHARE) -> bool:
     """Whether more than `share` of its runs of `size` tokens stood there before."""
-    runs = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
+    raw = array("q", token_ids).tobytes()  # bytes are cut and compared faster than lists
+    runs = [raw[8 * i : 8 * (i + size)] for i in range(len(token_ids) - size + 1)]
     return len(runs) - len(set(runs)) > share * len(runs)
 
 
 def ask_all(
     llm: LLM, asks: Iterable[Ask], deadline: Deadline
 ) -> Iterator[tuple[Ask, CompletionOutput]]:
-    """Answers as they come; what is under way at the deadline is dropped."""
+    """Answers as they come; what is under way at the deadline is dropped.
+
+    Prompts come in lumps: steps between them hold nothing but decodes, which are much faster.
+    """
     engine, feed = llm.engine, iter(asks)
-    limit = 2 * llm.config.schedule.max_num_seqs  # as many wait as run
+    limit = llm.config.schedule.max_num_seqs
+    lump = max(1, limit // LUMPS)
     under_way: dict[str, Ask] = {}
     numbers = itertools.count()
     try:
         while not deadline.over:
-            for ask in itertools.islice(feed, limit - len(under_way)):
+            free = limit - len(under_way)
+            for ask in itertools.islice(feed, free if free >= lump else 0):
                 request_id = f"ask-{next(numbers)}"
                 engine.add_request(request_id, ask.prompt_ids, ask.params, final_only=True)
                 under_way[request_id] = ask
