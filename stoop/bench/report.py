@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stoop.bench.offline import LatencyResult, Load, RunResult, Trace
+from stoop.bench.peer import PeerLoad, PeerResult
 from stoop.bench.profile import KernelRow, short_name
 from stoop.bench.spec import SpecResult
 from stoop.bench.step import StepLoad, StepReport, device_name
@@ -194,6 +195,21 @@ def print_steps(report: StepReport) -> None:
             "rows": records,
         }
     )
+
+
+def print_peer(load: PeerLoad, result: PeerResult) -> None:
+    drafts = f"K = {load.k}" if load.k else "plain"
+    table = Table(title=f"{result.engine}: {load.shape}, {drafts}, prompt {load.prompt_len}")
+    for column in ("", "ms"):
+        table.add_column(column, justify="right")
+    for batch, ms in result.ms_per_step.items():
+        table.add_row(f"a step, batch {batch}", f"{ms:.3f}")
+    for length, ms in result.first_token_ms.items():
+        table.add_row(f"first token, prompt {length}", f"{ms:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(f"engine ready in {result.start_s:.1f} s")
+    print_json({"bench": "peer", **asdict(load), **asdict(result)})
 
 
 def print_profile(

@@ -191,6 +191,33 @@ def profile(
     print_profile(shape, llm.config, load, kernel_rows(trace, span.steps), out)
 
 
+@bench.command()
+def peer(
+    shape: Annotated[str, typer.Option(help="llama-8b, llama-1b or smollm2-135m")] = "llama-8b",
+    k: Drafts = 3,
+    batch: Annotated[str, typer.Option(help="requests at a time; several as 1,8")] = "1,8,32",
+    prompt_len: Annotated[int, typer.Option(min=1, help="prompt tokens of each request")] = 512,
+    first_token: Annotated[
+        str, typer.Option(help="prompts whose first token is timed too, such as 512,4096")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="timed steps of a run")] = 128,
+    repeat: Annotated[int, typer.Option(min=1, help="runs of each; the median counts")] = 3,
+    python: Annotated[
+        str | None, typer.Option(help="the Python that has vLLM; default: the one that runs stoop")
+    ] = None,
+) -> None:
+    """vLLM on the same shape and by the same method as `bench step`, to be run beside it.
+
+    Dummy weights, greedy, prefix caching off, a graph of the very size of each batch.
+    """
+    from stoop.bench.peer import PeerLoad, measure_vllm
+    from stoop.bench.report import print_peer
+
+    lengths = _sizes(first_token) if first_token else []
+    load = PeerLoad(shape, k, _sizes(batch), prompt_len, lengths, steps, repeat)
+    print_peer(load, measure_vllm(load, python or sys.executable))
+
+
 def _step_load(batch: int, prompt_len: int, context: int | None, steps: int) -> "StepLoad":
     from stoop.bench.step import StepLoad
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from stoop.ops.kernels.launch import load_early, prefetch
 
-PREFETCHED_TILES = tl.constexpr(3)
+PREFETCHED_TILES = tl.constexpr(1)
 ROW_CHUNK = tl.constexpr(256)  # rows that the search for a tile's row looks at together
 
 

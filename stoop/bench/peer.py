@@ -1,0 +1,74 @@
+"""Another engine on the same shape, by the same method, in a process and a Python of its own."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stoop.bench import vllm_worker
+from stoop.bench.shapes import SHAPES, head_config, target_config
+from stoop.config.errors import ConfigError
+from stoop.config.speculation import MAX_DRAFTS
+
+NUM_LINES = 12  # of the peer's complaints, if it fails
+
+
+@dataclass(frozen=True)
+class PeerLoad:
+    shape: str
+    k: int
+    batch: list[int]
+    prompt_len: int
+    first_token: list[int]  # prompts whose first token is timed
+    steps: int
+    repeat: int
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ConfigError(f"--shape {self.shape}: use {', '.join(SHAPES)}")
+        if not 0 <= self.k <= MAX_DRAFTS:
+            raise ConfigError(f"--k {self.k}: use 1 to {MAX_DRAFTS} drafts a step, or 0 for none")
+
+    def as_task(self) -> dict[str, Any]:
+        longest = max([self.prompt_len, *self.first_token]) + 2 * self.steps
+        target = target_config(self.shape, longest)
+        return asdict(self) | {"target": target, "head": head_config(target)}
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    engine: str
+    start_s: float
+    ms_per_step: dict[int, float]  # by batch
+    first_token_ms: dict[int, float]  # by prompt length
+
+
+def measure_vllm(load: PeerLoad, python: str) -> PeerResult:
+    """python: of an environment that has vLLM. What it logs to standard error is shown."""
+    try:
+        found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"--python {python} cannot be run ({error.strerror})") from None
+    if found.returncode:
+        reason = (found.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise ConfigError(
+            f"--python {python} cannot import vllm ({reason}): pip install vllm there, or give the "
+            "Python of an environment that has it"
+        )
+    done = subprocess.run(
+        [python, str(Path(vllm_worker.__file__))],
+        input=json.dumps(load.as_task()),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    found_lines = [line for line in lines if line.startswith(vllm_worker.MARK)]
+    if done.returncode or not found_lines:
+        print("\n".join(lines[-NUM_LINES:]), file=sys.stderr)
+        raise ConfigError(f"vllm ended with status {done.returncode}: see what it says above")
+    record = json.loads(found_lines[-1].removeprefix(vllm_worker.MARK))
+    for name in ("ms_per_step", "first_token_ms"):  # JSON knows no other keys than strings
+        record[name] = {int(key): value for key, value in record[name].items()}
+    return PeerResult(**record)

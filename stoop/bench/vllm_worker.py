@@ -1,0 +1,114 @@
+"""vLLM on a shape of ours: milliseconds a step by batch, and to the first token by prompt length.
+
+A program of its own, run by the Python that has vLLM, which need not be the one that has stoop: so
+it imports nothing of stoop. Its task comes as JSON on standard input; what it found goes out as
+JSON behind a mark, among the lines that vLLM prints.
+
+Requests of a batch answer side by side twice, with few tokens and with more. What the longer run
+takes beyond the shorter one, over the steps that it has more, is the time of a step: prompts and
+start-up cancel out.
+"""
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MARK = "peer: "
+FEW_TOKENS = 24
+GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+class Peer:
+    def __init__(self, task: dict[str, Any], folder: Path) -> None:
+        import vllm
+
+        self.task = task
+        self.params = vllm.SamplingParams
+        self.source = random.Random(0)
+        num_drafts = task["k"]
+        longest = max([task["prompt_len"], *task["first_token"]])
+        exact = [batch * (num_drafts + 1) for batch in task["batch"]]
+        options: dict[str, Any] = {
+            "model": _write(folder / "target", task["target"]),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": longest + FEW_TOKENS + task["steps"] + num_drafts + 8,
+            "max_num_seqs": max(64, *task["batch"]),
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.8,
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,  # accepted drafts are counted there
+            # A graph of the very size for each batch, as stoop has them.
+            "compilation_config": {"cudagraph_capture_sizes": sorted({*GRAPH_SIZES, *exact})},
+        }
+        if num_drafts:
+            options["speculative_config"] = {
+                "method": "eagle3",
+                "model": _write(folder / "head", task["head"]),
+                "num_speculative_tokens": num_drafts,
+            }
+        started = time.perf_counter()
+        self.llm: Any = vllm.LLM(**options)
+        self.start_s = time.perf_counter() - started
+        self.version = vllm.__version__
+
+    def step_ms(self, batch: int) -> float:
+        self._generate(batch, self.task["prompt_len"], FEW_TOKENS)  # warms up
+        found = []
+        for _ in range(self.task["repeat"]):
+            few = self._generate(batch, self.task["prompt_len"], FEW_TOKENS)
+            more = self._generate(batch, self.task["prompt_len"], FEW_TOKENS + self.task["steps"])
+            found.append((more[0] - few[0]) / (more[1] - few[1]) * 1000)
+        return statistics.median(found)
+
+    def first_token_ms(self, length: int) -> float:
+        self._generate(1, length, 1)
+        times = [self._generate(1, length, 1)[0] for _ in range(self.task["repeat"])]
+        return statistics.median(times) * 1000
+
+    def _generate(self, batch: int, length: int, num_tokens: int) -> tuple[float, float]:
+        """Seconds, and steps of a request: its tokens, less those that were accepted drafts."""
+        words = range(3, self.task["target"]["vocab_size"])
+        prompts = [{"prompt_token_ids": self.source.choices(words, k=length)} for _ in range(batch)]
+        params = self.params(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        before = self._num_accepted()
+        started = time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return seconds, num_tokens - (self._num_accepted() - before) / batch
+
+    def _num_accepted(self) -> float:
+        if not self.task["k"]:
+            return 0.0
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == ACCEPTED)
+
+
+def _write(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    with tempfile.TemporaryDirectory(prefix="peer-") as folder:
+        peer = Peer(task, Path(folder))
+        result = {
+            "engine": f"vllm {peer.version}",
+            "start_s": peer.start_s,
+            "ms_per_step": {batch: peer.step_ms(batch) for batch in task["batch"]},
+            "first_token_ms": {n: peer.first_token_ms(n) for n in task["first_token"]},
+        }
+    print(MARK + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
