@@ -11,6 +11,7 @@ import random
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,16 +124,32 @@ def _flush(store: ShardStore, last: float, say: Say) -> float:
     return now
 
 
+@dataclass(frozen=True)
+class Share:
+    """A worker's part of the data: given prompts by their keys, inventions in equal numbers."""
+
+    worker: int = 0
+    num_workers: int = 1
+
+    def holds(self, prompt: Prompt) -> bool:
+        return prompt.key % self.num_workers == self.worker
+
+    def count(self, total: int) -> int:
+        return (total + self.num_workers - 1 - self.worker) // self.num_workers
+
+
 def invent_prompts(
-    llm: LLM, path: Path, count: int, seed: int, deadline: Deadline, say: Say
+    llm: LLM, path: Path, count: int, seed: int, share: Share, deadline: Deadline, say: Say
 ) -> list[Conversation]:
     """User turns that the target writes itself, kept in `path`; a later run adds what lacks."""
     known = _read_invented(path)
     tokenizer = llm.get_tokenizer()
 
     def asks() -> Iterator[Ask]:
-        first = max(known, default=-1) + 1
-        for attempt in range(first, first + 4 * count):  # a target that writes none has an end
+        step = share.num_workers
+        first = max(known, default=share.worker - step) + step
+        # A target that writes none has an end.
+        for attempt in range(first, first + 4 * count * step, step):
             if len(known) >= count:
                 return
             opening = OPENINGS[attempt // 2 % len(OPENINGS)] if attempt % 2 else ""
@@ -162,22 +179,30 @@ def _read_invented(path: Path) -> dict[int, str]:
     return {record["attempt"]: record["prompt"] for record in records}
 
 
+WHOLE = Share()
+
+
 def make_data(
     llm: LLM,
-    folder: Path,
+    root: Path,
     conversations: Sequence[Conversation],
     settings: DataSettings,
     seed: int,
     deadline: Deadline,
     say: Say,
+    share: Share = WHOLE,
 ) -> None:
     """The whole stage: invent, render, answer; a later run goes on where this one stops."""
-    store = ShardStore(folder, {"target": llm.options.model, "seed": seed})
-    found = list(conversations)
-    if settings.invent:
-        path = folder / "invented.jsonl"
-        found += invent_prompts(llm, path, settings.invent, seed, deadline, say)
+    store = ShardStore(root, {"target": llm.options.model, "seed": seed}, share.worker)
     room = llm.config.schedule.max_model_len - min(settings.max_answer, settings.max_len // 4)
-    prompts = list(encode_prompts(llm.get_tokenizer(), found, max_tokens=room))
-    say(f"data: {len(prompts):,} prompts of {len(found):,} are distinct and short enough")
-    write_answers(llm, plan_asks(prompts, settings, seed, store.done), store, deadline, say)
+    tokenizer = llm.get_tokenizer()
+    given = encode_prompts(tokenizer, conversations, max_tokens=room)
+    prompts = {prompt.key: prompt for prompt in given if share.holds(prompt)}
+    if settings.invent:
+        path, count = store.folder / "invented.jsonl", share.count(settings.invent)
+        invented = invent_prompts(llm, path, count, seed, share, deadline, say)
+        for prompt in encode_prompts(tokenizer, invented, max_tokens=room):
+            prompts.setdefault(prompt.key, prompt)
+    say(f"data: {len(prompts):,} prompts are distinct and short enough")
+    asks = plan_asks(list(prompts.values()), settings, seed, store.done)
+    write_answers(llm, asks, store, deadline, say)

@@ -43,8 +43,15 @@ class DataSettings(_Settings):
     max_num_seqs: int | None = _setting(
         None, "answers under way at once; default: 16 on a CPU, 512 on a GPU", 1
     )
+    workers: int = _setting(
+        1,
+        "engines that answer side by side, each in a process of its own: for small targets, whose "
+        "steps take the host longer than the GPU",
+        1,
+        64,
+    )
     kv_cache_memory: str | None = _setting(
-        None, "bytes of the KV cache that answering takes, such as 16GiB; default: what is free"
+        None, "bytes of each worker's KV cache, such as 16GiB; default: a share of what is free"
     )
 
 

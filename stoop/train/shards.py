@@ -1,7 +1,8 @@
 """Answers on disk: compact arrays, shard by shard, of which a run that was stopped finds its way.
 
 What is done is what stands in a shard, loops that were thrown away included; the manifest only sums
-up. A shard is written aside and then renamed, so that there is no half of one.
+up. A shard is written aside and then renamed, so that there is no half of one. Each of several
+workers has a folder of its own: the first one the root itself, others part-1, part-2 ... in it.
 """
 
 import json
@@ -55,11 +56,11 @@ class _Rows:
 
 
 class ShardStore:
-    """The folder of shards; one process writes to it at a time."""
+    """A worker's folder of shards; one process writes to it at a time."""
 
-    def __init__(self, folder: Path, origin: dict[str, Any]) -> None:
+    def __init__(self, root: Path, origin: dict[str, Any], worker: int = 0) -> None:
         """`origin` is what all shards must have in common."""
-        self.folder = folder
+        self.folder = folder = worker_folder(root, worker)
         folder.mkdir(parents=True, exist_ok=True)
         known = _read_manifest(folder)
         for name, value in origin.items():
@@ -72,10 +73,12 @@ class ShardStore:
         self.done: set[tuple[int, int]] = set()
         self._rows = _Rows()
         for path in shard_files(folder):
-            self._take_in(np.load(path))
+            self._count(np.load(path))
+        for place in all_folders(root):  # what others have answered need not be answered again
+            for path in shard_files(place):
+                self.done.update((int(key), int(index)) for key, index in np.load(path)["done"])
 
-    def _take_in(self, shard: Any) -> None:
-        self.done.update((int(key), int(index)) for key, index in shard["done"])
+    def _count(self, shard: Any) -> None:
         num_answers, num_prompt = len(shard["keys"]), int(shard["prompt_lens"].sum())
         self.counts["answers"] += num_answers
         self.counts["greedy"] += int(shard["greedy"].sum())
@@ -134,14 +137,23 @@ COUNTS = {
 }
 
 
+def worker_folder(root: Path, worker: int) -> Path:
+    return root / f"part-{worker}" if worker else root
+
+
+def all_folders(root: Path) -> list[Path]:
+    return [root, *sorted(root.glob("part-*"))]
+
+
 def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.npz"))
 
 
-def load_corpus(folder: Path) -> Corpus:
-    shards = [np.load(path) for path in shard_files(folder)]
+def load_corpus(root: Path) -> Corpus:
+    """The answers of all workers."""
+    shards = [np.load(path) for folder in all_folders(root) for path in shard_files(folder)]
     if not sum(len(shard["lengths"]) for shard in shards):
-        raise ConfigError(f"{folder} has no answers to train on: run --stage data first")
+        raise ConfigError(f"{root} has no answers to train on: run --stage data first")
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([shard[name] for shard in shards])
@@ -155,9 +167,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def read_counts(folder: Path) -> dict[str, Any]:
-    """What the manifest of the answers says; zeros where there is none."""
-    return {**COUNTS, **_read_manifest(folder)}
+def read_counts(root: Path) -> dict[str, Any]:
+    """What the manifests of the answers say, summed up; zeros where there is none."""
+    manifests = [_read_manifest(folder) for folder in all_folders(root)]
+    return {name: sum(each.get(name, zero) for each in manifests) for name, zero in COUNTS.items()}
 
 
 def write_json(path: Path, content: Any) -> None:

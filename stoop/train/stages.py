@@ -6,9 +6,11 @@ DIR/head     the head in the layout of EAGLE's authors; DIR/head-speculators: in
 """
 
 import gc
+import multiprocessing
 import shlex
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from stoop.llm import LLM
 from stoop.models.hf_config import read_model_spec
 from stoop.models.loader import load_model
 from stoop.text.prompts import read_prompts
-from stoop.train.answers import make_data
+from stoop.train.answers import WHOLE, Share, make_data
 from stoop.train.export import LAYOUTS, Trained, export, model_card, read_target_config
 from stoop.train.head import make_head_spec, new_head
 from stoop.train.packing import Packer, split
@@ -35,6 +37,7 @@ from stoop.worker.device import find_device, prepare_device
 
 MAX_DRAFTS = 3  # what an exported head proposes
 COMMANDS = "commands.txt"
+KV_SHARE = 0.7  # of free memory, for the KV of all workers
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,15 @@ def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
     settings = job.settings
     if not prompt_files and not settings.data.invent:
         raise ConfigError("there are no prompts: give --prompts FILE, --invent N, or both")
+    if settings.data.workers > 1:
+        answer_side_by_side(job, prompt_files)
+    else:
+        answer(job, prompt_files, WHOLE)
+
+
+def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
+    """A worker's share."""
+    settings = job.settings
     deadline = Deadline(settings.time_budget)
     conversations = [each for path in prompt_files for each in read_prompts(path)]
     config = job.config()
@@ -105,9 +117,58 @@ def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
         seed=settings.seed,
         speculative_config=None,
     )
-    make_data(llm, job.data, conversations, settings.data, settings.seed, deadline, job.say)
+    data = settings.data
+    make_data(llm, job.data, conversations, data, settings.seed, deadline, job.say, share)
     if deadline.over:
         job.say("data: stopped by --time-budget; the same command goes on from here")
+
+
+def answer_side_by_side(job: Job, prompt_files: Sequence[Path]) -> None:
+    """All workers at once; one that fails does not stop the others."""
+    job = _with_memory_shared(job)
+    count = job.settings.data.workers
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(target=_work, args=(job, tuple(prompt_files), Share(worker, count)))
+        for worker in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    failed = [number for number, worker in enumerate(workers) if worker.exitcode]
+    if failed:
+        numbers = ", ".join(map(str, failed))
+        raise ConfigError(f"--workers: of {count}, these failed: {numbers}; their words are above")
+
+
+def _with_memory_shared(job: Job) -> Job:
+    """Workers that measured what is free would each see what others take at that moment."""
+    data, device = job.settings.data, find_device(job.settings.device)
+    if device == "cpu" or data.kv_cache_memory is not None:
+        return job
+    free, _ = torch.cuda.mem_get_info(device)
+    data = replace(data, kv_cache_memory=str(int(KV_SHARE * free) // data.workers))
+    return replace(job, settings=replace(job.settings, data=data))
+
+
+def _work(job: Job, prompt_files: tuple[Path, ...], share: Share) -> None:
+    try:
+        answer(replace(job, say=_Numbered(share.worker, job.say)), prompt_files, share)
+    except ConfigError as error:
+        job.say(f"worker {share.worker}: {error}")
+        sys.exit(2)
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Lines of a worker, told from those of others."""
+
+    worker: int
+    say: Say
+
+    def __call__(self, line: str) -> None:
+        self.say(f"[{self.worker}] {line}")
 
 
 def run_train(job: Job, fresh: bool = False) -> bool:
