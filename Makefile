@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --disable-p
 .PHONY: run test test-all lint clean
 
 run: $(VENV)/.run
-	$(BIN)/stoop generate --chat --prompt "$$PROMPT" --max-tokens 96
+	$(BIN)/stoop generate --chat --prompt "$$PROMPT" --max-tokens 96 --beside-plain
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist $(DIST) $(ARGS)

@@ -29,6 +29,10 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="one JSON object a prompt, then one of metrics")
     ] = False,
+    beside_plain: Annotated[
+        bool,
+        typer.Option("--beside-plain", help="answer again without drafts, and print both speeds"),
+    ] = False,
     engine: dict[str, Any] = {},  # noqa: B006
     sampling: SamplingParams = SamplingParams(),
 ) -> None:
@@ -38,23 +42,52 @@ def generate(
         raise RequestError('there is no prompt: add --prompt "your text"')
     if sampling.logprobs is not None and not as_json:
         raise RequestError("--logprobs shows only in JSON: add --json")
+    if beside_plain and as_json:
+        raise RequestError("--beside-plain prints for people: leave out --json")
     llm = start_llm(model, engine)
     ready: list[Any] = list(prompts)
     if chat:
         ready = [_render(llm, text) for text in prompts]
-    started = time.perf_counter()
-    if len(ready) == 1 and sampling.n == 1 and not as_json:
-        outputs = [_stream(llm, ready[0], sampling)]
-    else:
-        outputs = llm.generate(ready, sampling)
-    seconds = time.perf_counter() - started
+    shown = len(ready) == 1 and sampling.n == 1 and not as_json
+    outputs, seconds = _answer(llm, ready, sampling, shown)
     if as_json:
         _print_json(outputs, seconds, llm.metrics())
         return
-    if len(outputs) > 1 or sampling.n > 1:
+    if not shown:
         _print_answers(prompts, outputs)
     print(_summary(outputs, seconds), file=sys.stderr)
     print_acceptance(llm.engine.scheduler.stats.spec)
+    if beside_plain and llm.config.spec is not None:
+        del llm  # its memory is the next one's
+        plain = start_llm(model, {**engine, "speculative_config": None})
+        _print_gain(outputs, seconds, *_answer(plain, ready, sampling, shown=False))
+
+
+def _answer(
+    llm: Any, prompts: list[Any], sampling: SamplingParams, shown: bool
+) -> tuple[list[RequestOutput], float]:
+    """And the seconds that it took. shown: an only answer is printed as it grows."""
+    started = time.perf_counter()
+    if shown:
+        outputs = [_stream(llm, prompts[0], sampling)]
+    else:
+        outputs = llm.generate(prompts, sampling)
+    return outputs, time.perf_counter() - started
+
+
+def _print_gain(
+    outputs: list[RequestOutput], seconds: float, plain: list[RequestOutput], plain_seconds: float
+) -> None:
+    speed, plain_speed = (
+        _num_tokens(o) / s for o, s in ((outputs, seconds), (plain, plain_seconds))
+    )
+    texts = [[[a.text for a in each.outputs] for each in some] for some in (outputs, plain)]
+    equal = "the same answer" if texts[0] == texts[1] else "another answer"
+    print(
+        f"without drafts {plain_speed:.1f} tokens/s, {equal}: drafts make it "
+        f"{speed / plain_speed:.2f} times as fast",
+        file=sys.stderr,
+    )
 
 
 def _render(llm: Any, text: str) -> dict[str, Any]:

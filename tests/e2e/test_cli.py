@@ -57,6 +57,32 @@ def test_generate_prints_text_and_speed(text_model: Path) -> None:
     assert "KV cache" in done.stderr
 
 
+NGRAM = ["-sc", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}']
+
+
+def test_generate_beside_plain(text_model: Path) -> None:
+    args = [
+        "--prompt",
+        "hello hello",
+        "--max-tokens",
+        "8",
+        "--ignore-eos",
+        "--beside-plain",
+        *QUICK,
+    ]
+    done = run("generate", str(text_model), *args, *NGRAM)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1, "the second answer is not shown again"
+    found = re.search(r"without drafts ([\d.]+) tokens/s, (.*): .* ([\d.]+) times", done.stderr)
+    assert found is not None and found[2] == "the same answer"
+    assert float(found[1]) > 0 and float(found[3]) > 0
+    # Without drafts there is nothing to compare.
+    plain = run("generate", str(text_model), *args, "-sc", "none")
+    assert plain.returncode == 0 and "without drafts" not in plain.stderr
+    refused = run("generate", str(text_model), *args, "--json")
+    assert refused.returncode == 2 and "leave out --json" in refused.stderr
+
+
 def test_generate_json_is_json(text_model: Path) -> None:
     args = ["-p", "hello", "-p", "other", "-n", "2", "--temperature", "1", "--seed", "3", "--json"]
     done = run("generate", str(text_model), *args, "--logprobs", "1", "--max-tokens", "4", *QUICK)
