@@ -69,11 +69,12 @@ class Row:
     temperature: float
     k: int
     run: Run
-    plain: Run  # without drafts
+    plain: Run | None  # without drafts; None if nothing is timed
     timed: bool
 
     def as_record(self) -> dict[str, Any]:
         speed = self.run.tokens_per_s if self.timed else None
+        plain = self.plain.tokens_per_s if self.plain else None
         return {
             "questions": self.questions,
             "temperature": self.temperature,
@@ -84,8 +85,8 @@ class Row:
             "acceptance_rates": self.run.counts.acceptance_rates,
             "mean_acceptance_length": self.run.counts.mean_acceptance_length,
             "tokens_per_s": speed,
-            "plain_tokens_per_s": self.plain.tokens_per_s,
-            "speedup": speed / self.plain.tokens_per_s if speed else None,
+            "plain_tokens_per_s": plain,
+            "speedup": speed / plain if speed and plain else None,
         }
 
 
@@ -128,7 +129,8 @@ def measure_acceptance(
     engines = [(k, plan.batch_size, [k]) for k in plan.speed_ks]
     if plan.untimed_ks:
         engines.append((max(plan.untimed_ks), plan.acceptance_batch, plan.untimed_ks))
-    engines.append((0, plan.batch_size, [0]))
+    if plan.speed_ks:
+        engines.append((0, plan.batch_size, [0]))
     runs: dict[tuple[str, float, int], Run] = {}
     config = None
     for number, (most, batch, ks) in enumerate(engines, start=1):
@@ -142,7 +144,7 @@ def measure_acceptance(
         del llm  # its memory is the next one's
     assert config is not None
     rows = [
-        Row(name, t, k, runs[name, t, k], runs[name, t, 0], k in plan.speed_ks)
+        Row(name, t, k, runs[name, t, k], runs.get((name, t, 0)), k in plan.speed_ks)
         for name in questions
         for t in plan.temperatures
         for k in sorted({*plan.ks, *plan.speed_ks})

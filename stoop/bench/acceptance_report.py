@@ -89,6 +89,6 @@ def _cells(row: Row) -> list[str]:
         " ".join(f"{rate * 100:.0f}" for rate in record["acceptance_rates"]) if drafted else "-",
         f"{record['mean_acceptance_length']:.2f}" if drafted else "-",
         f"{speed:.1f}" if speed else "-",
-        f"{record['plain_tokens_per_s']:.1f}",
+        f"{record['plain_tokens_per_s']:.1f}" if record["plain_tokens_per_s"] else "-",
         f"{gain:.2f}x" if gain else "-",
     ]

@@ -303,7 +303,10 @@ def acceptance(
     ] = "1,2,3,4,5,6,7,8",
     speed_k: Annotated[
         str | None,
-        typer.Option("--speed-k", help="K to time, with an engine for each; default: that of -sc"),
+        typer.Option(
+            "--speed-k",
+            help="K to time, with an engine for each, or none; default: that of -sc",
+        ),
     ] = None,
     temperature: Annotated[str, typer.Option(help="with commas between; 0 is greedy")] = "0,1",
     max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 256,
@@ -331,7 +334,8 @@ def acceptance(
     from stoop.bench.acceptance_report import draw_acceptance, print_acceptance
 
     drafter = _drafter(engine, model)
-    ks, timed = _drafts(k), _drafts(speed_k or str(drafter.pop("num_speculative_tokens", "")))
+    proposed = str(drafter.pop("num_speculative_tokens", ""))
+    ks, timed = _drafts(k), () if speed_k == "none" else _drafts(speed_k or proposed)
     temperatures = _temperatures(temperature)
     for flag, path in (("--plot", plot), ("--out", out)):
         _check_file(flag, path)

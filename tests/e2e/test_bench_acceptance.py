@@ -74,6 +74,19 @@ def test_a_table_a_file_and_a_json_line(
         assert (row["tokens_per_s"] is None) == (row["speedup"] is None) == (row["k"] != 2)
 
 
+def test_nothing_need_be_timed(text_model: Path, files: list[Path], stoop: Callable) -> None:
+    args = [str(text_model), "--questions", str(files[1]), "-sc", NGRAM, "--device", "cpu"]
+    args += ["--max-tokens", "12", "--max-model-len", "128", "--temperature", "0", "--k", "1,2"]
+    code, shown, progress = stoop(*args, "--speed-k", "none")
+    assert code == 0 and "engine 1 of 1" in progress
+    alone = json.loads(shown.splitlines()[-1])["rows"]
+    assert all(row["plain_tokens_per_s"] is row["tokens_per_s"] is None for row in alone)
+    code, shown, _ = stoop(*args)
+    timed = json.loads(shown.splitlines()[-1])["rows"]
+    same = ("k", "num_tokens", "num_drafts", "acceptance_rates")
+    assert [[row[n] for n in same] for row in alone] == [[row[n] for n in same] for row in timed]
+
+
 def test_the_first_turn_goes_through_the_chat_template(text_model: Path, files: list[Path]) -> None:
     tokenizer = Tokenizer.from_folder(text_model)
     found = read_questions(files, limit=2)

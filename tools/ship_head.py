@@ -1,0 +1,68 @@
+"""Put a trained head where stoop finds it beside its target: weights, card, measured acceptance.
+
+    python tools/ship_head.py draft/head acceptance.json smollm2-135m
+
+acceptance.json is what `stoop bench acceptance --out` wrote, with K = 1, 2, 3 at temperature 0.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+HEADS = Path(__file__).resolve().parent.parent / "stoop" / "heads"
+MAX_BYTES = 25_000_000
+CHOSEN_FROM = (1, 2, 3)  # drafts a step on a CPU
+
+
+def tokens_per_step(rows: list[dict[str, Any]]) -> list[float]:
+    """Greedy, with 1, 2, 3 drafts: the mean over the files of questions."""
+    lengths: dict[int, list[float]] = {k: [] for k in CHOSEN_FROM}
+    for row in rows:
+        if row["temperature"] == 0 and row["k"] in lengths:
+            lengths[row["k"]].append(row["mean_acceptance_length"])
+    missing = [str(k) for k, found in lengths.items() if not found]
+    if missing:
+        raise SystemExit(f"greedy rows of K = {', '.join(missing)} are missing: measure them too")
+    return [round(mean(lengths[k]), 3) for k in CHOSEN_FROM]
+
+
+def table(record: dict[str, Any]) -> str:
+    """For the card: every file, temperature and K."""
+    lines = [
+        f"## Acceptance: {record['dtype']} on {record['device']}, {record['max_tokens']} tokens",
+        "",
+        "| questions | temperature | K | tokens a step | share of drafts that stand, by position |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in record["rows"]:
+        rates = " ".join(f"{rate:.2f}" for rate in row["acceptance_rates"])
+        name, length = Path(row["questions"]).stem, row["mean_acceptance_length"]
+        lines.append(f"| {name} | {row['temperature']:g} | {row['k']} | {length:.2f} | {rates} |")
+    return "\n".join(lines) + "\n"
+
+
+def ship(head: Path, acceptance: Path, heads: Path, name: str) -> Path:
+    record = json.loads(acceptance.read_text())
+    lengths = tokens_per_step(record["rows"])
+    weights = head / "model.safetensors"
+    if weights.stat().st_size > MAX_BYTES:
+        raise SystemExit(
+            f"{weights} is larger than {MAX_BYTES / 1e6:g} MB: use a smaller vocabulary"
+        )
+    folder = heads / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in (weights, head / "config.json"):
+        shutil.copy(each, folder)
+    card = (head / "README.md").read_text()
+    (folder / "README.md").write_text(card + "\n" + table(record))
+    (folder / "acceptance.json").write_text(json.dumps({"tokens_per_step": lengths}) + "\n")
+    return folder
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        raise SystemExit(__doc__)
+    print(ship(Path(sys.argv[1]), Path(sys.argv[2]), HEADS, sys.argv[3]))
