@@ -1,10 +1,11 @@
 """Another engine on the same shape, by the same method, in a process and a Python of its own."""
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from stoop.bench import vllm_worker
@@ -13,6 +14,7 @@ from stoop.config.errors import ConfigError
 from stoop.config.speculation import MAX_DRAFTS
 
 NUM_LINES = 12  # of the peer's complaints, if it fails
+SPARE_TOKENS = 2 * vllm_worker.FEW_TOKENS
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class PeerLoad:
             raise ConfigError(f"--k {self.k}: use 1 to {MAX_DRAFTS} drafts a step, or 0 for none")
 
     def as_task(self) -> dict[str, Any]:
-        longest = max([self.prompt_len, *self.first_token]) + 2 * self.steps
+        longest = max([self.prompt_len, *self.first_token]) + self.steps + self.k + SPARE_TOKENS
         target = target_config(self.shape, longest)
-        return asdict(self) | {"target": target, "head": head_config(target)}
+        sizes = {"max_model_len": longest, "target": target, "head": head_config(target)}
+        return asdict(self) | sizes
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,16 @@ def measure_vllm(load: PeerLoad, python: str) -> PeerResult:
             f"--python {python} cannot import vllm ({reason}): pip install vllm there, or give the "
             "Python of an environment that has it"
         )
-    done = subprocess.run(
-        [python, str(Path(vllm_worker.__file__))],
-        input=json.dumps(load.as_task()),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    with tempfile.TemporaryDirectory(prefix="stoop-peer-") as folder:
+        # From a folder of its own: Python looks for modules beside a program first, and ours are
+        # not to be taken for others of the same name.
+        program = shutil.copy(vllm_worker.__file__, folder)
+        done = subprocess.run(
+            [python, program], input=json.dumps(load.as_task()), stdout=subprocess.PIPE, text=True
+        )
     lines = done.stdout.splitlines()
     found_lines = [line for line in lines if line.startswith(vllm_worker.MARK)]
-    if done.returncode or not found_lines:
+    if not found_lines:  # with them, an accident at its end does not matter
         print("\n".join(lines[-NUM_LINES:]), file=sys.stderr)
         raise ConfigError(f"vllm ended with status {done.returncode}: see what it says above")
     record = json.loads(found_lines[-1].removeprefix(vllm_worker.MARK))

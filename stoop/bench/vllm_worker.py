@@ -32,13 +32,12 @@ class Peer:
         self.params = vllm.SamplingParams
         self.source = random.Random(0)
         num_drafts = task["k"]
-        longest = max([task["prompt_len"], *task["first_token"]])
         exact = [batch * (num_drafts + 1) for batch in task["batch"]]
         options: dict[str, Any] = {
             "model": _write(folder / "target", task["target"]),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "max_model_len": longest + FEW_TOKENS + task["steps"] + num_drafts + 8,
+            "max_model_len": task["max_model_len"],
             "max_num_seqs": max(64, *task["batch"]),
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.8,

@@ -60,16 +60,16 @@ def generate(
     if beside_plain and llm.config.spec is not None:
         del llm  # its memory is the next one's
         plain = start_llm(model, {**engine, "speculative_config": None})
-        _print_gain(outputs, seconds, *_answer(plain, ready, sampling, shown=False))
+        _print_gain(outputs, seconds, *_answer(plain, ready, sampling, shown, again=True))
 
 
 def _answer(
-    llm: Any, prompts: list[Any], sampling: SamplingParams, shown: bool
+    llm: Any, prompts: list[Any], sampling: SamplingParams, stream: bool, again: bool = False
 ) -> tuple[list[RequestOutput], float]:
-    """And the seconds that it took. shown: an only answer is printed as it grows."""
+    """And the seconds that it took. stream: as it grows, printed unless it is there already"""
     started = time.perf_counter()
-    if shown:
-        outputs = [_stream(llm, prompts[0], sampling)]
+    if stream:
+        outputs = [_stream(llm, prompts[0], sampling, silent=again)]
     else:
         outputs = llm.generate(prompts, sampling)
     return outputs, time.perf_counter() - started
@@ -97,15 +97,17 @@ def _render(llm: Any, text: str) -> dict[str, Any]:
     return {"prompt": prompt, "prompt_token_ids": ids}
 
 
-def _stream(llm: Any, prompt: Any, sampling: SamplingParams) -> RequestOutput:
+def _stream(llm: Any, prompt: Any, sampling: SamplingParams, silent: bool) -> RequestOutput:
     """Print an answer as it grows."""
     shown = 0
     output: RequestOutput | None = None
     for output in llm.stream(prompt, sampling):
         text = output.outputs[0].text
-        print(text[shown:], end="", flush=True)
+        if not silent:
+            print(text[shown:], end="", flush=True)
         shown = len(text)
-    print(flush=True)
+    if not silent:
+        print(flush=True)
     assert output is not None
     return output
 

@@ -85,7 +85,9 @@ def train_draft(
 
     Each stage keeps what it has in --out; the same command, run again, goes on from there.
     """
-    from stoop.train.stages import Job, run_data, run_export, run_train
+    from stoop.train.job import Job
+    from stoop.train.stages import run_export, run_train
+    from stoop.train.workers import run_data
 
     if stage not in ("all", *STAGES):
         raise ConfigError(f"--stage {stage}: use all, {', '.join(STAGES)}")
@@ -97,8 +99,11 @@ def train_draft(
     job = Job(target, out, settings, _say)
     command = ["stoop", *sys.argv[1:]]
     if stage in ("all", "data"):
-        run_data(job, prompts)
-        job.note(command)
+        try:
+            run_data(job, prompts)
+        finally:  # some answers may be there
+            if job.data.exists():
+                job.note(command)
     if stage in ("all", "train"):
         run_train(job, fresh)
         job.note(command)
@@ -108,4 +113,5 @@ def train_draft(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(line + "\n")  # in one piece: workers write at the same time
+    sys.stderr.flush()

@@ -21,10 +21,11 @@ from stoop.llm import LLM
 from stoop.text.prompts import Conversation
 from stoop.train.prompts import OPENINGS, Prompt, encode_prompts, user_turn_start
 from stoop.train.settings import DataSettings, Deadline, Say
-from stoop.train.shards import ShardStore
+from stoop.train.shards import ShardStore, all_folders
 
 LOOP_SIZE = 8  # tokens that come again
 LOOP_SHARE = 0.5  # of an answer, in tokens that came before
+INVENTED = "invented.jsonl"
 INVENTED_TOKENS = 192  # longest invented prompt
 INVENTING_SHARE = 0.25  # of the time budget, at most
 FLUSH_SECONDS = 20.0
@@ -125,11 +126,30 @@ def _flush(store: ShardStore, last: float, say: Say) -> float:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A worker's part of the data: given prompts by their keys, inventions in equal numbers."""
+class Inventions:
+    """Prompts that the target has invented in earlier runs."""
 
-    worker: int = 0
-    num_workers: int = 1
+    texts: tuple[str, ...] = ()
+    next_attempt: int = 0
+
+
+def read_inventions(root: Path) -> Inventions:
+    """Of all workers that there ever were."""
+    paths = [folder / INVENTED for folder in all_folders(root)]
+    lines = [line for path in paths if path.exists() for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines]
+    attempts = [record["attempt"] for record in records]
+    texts = dict.fromkeys(record["prompt"] for record in records)
+    return Inventions(tuple(texts), max(attempts, default=-1) + 1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A worker's part of the data: known prompts by their keys, new inventions in equal numbers."""
+
+    worker: int
+    num_workers: int
+    before: Inventions  # when the workers began
 
     def holds(self, prompt: Prompt) -> bool:
         return prompt.key % self.num_workers == self.worker
@@ -140,24 +160,23 @@ class Share:
 
 def invent_prompts(
     llm: LLM, path: Path, count: int, seed: int, share: Share, deadline: Deadline, say: Say
-) -> list[Conversation]:
-    """User turns that the target writes itself, kept in `path`; a later run adds what lacks."""
-    known = _read_invented(path)
+) -> list[str]:
+    """So many user turns that the target writes itself, added to `path`."""
+    found: list[str] = []
     tokenizer = llm.get_tokenizer()
 
     def asks() -> Iterator[Ask]:
-        step = share.num_workers
-        first = max(known, default=share.worker - step) + step
+        step, first = share.num_workers, share.before.next_attempt + share.worker
         # A target that writes none has an end.
         for attempt in range(first, first + 4 * count * step, step):
-            if len(known) >= count:
+            if len(found) >= count:
                 return
             opening = OPENINGS[attempt // 2 % len(OPENINGS)] if attempt % 2 else ""
             start = user_turn_start(tokenizer, opening)
             params = SamplingParams(max_tokens=INVENTED_TOKENS, top_p=0.95, seed=seed + attempt)
             yield Ask((attempt, 0), start, params)
 
-    if len(known) < count:
+    if count:
         with path.open("a", encoding="utf-8") as file:
             for ask, answer in ask_all(llm, asks(), deadline.share(INVENTING_SHARE)):
                 attempt = ask.place[0]
@@ -165,21 +184,10 @@ def invent_prompts(
                 text = (opening + answer.text).strip()
                 # What the length cut off is no prompt; nor is what the opening says alone.
                 if answer.finish_reason == "stop" and len(text) > len(opening) + 3:
-                    known[attempt] = text
+                    found.append(text)
                     file.write(json.dumps({"attempt": attempt, "prompt": text}) + "\n")
-        say(f"data: {len(known):,} prompts invented")
-    texts = list(dict.fromkeys(known.values()))
-    return [[{"role": "user", "content": text}] for text in texts]
-
-
-def _read_invented(path: Path) -> dict[int, str]:
-    if not path.exists():
-        return {}
-    records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {record["attempt"]: record["prompt"] for record in records}
-
-
-WHOLE = Share()
+        say(f"data: {len(found):,} prompts invented")
+    return found
 
 
 def make_data(
@@ -190,19 +198,24 @@ def make_data(
     seed: int,
     deadline: Deadline,
     say: Say,
-    share: Share = WHOLE,
+    share: Share,
 ) -> None:
-    """The whole stage: invent, render, answer; a later run goes on where this one stops."""
+    """A worker's stage: invent, render, answer; a later run goes on where this one stops."""
     store = ShardStore(root, {"target": llm.options.model, "seed": seed}, share.worker)
     room = llm.config.schedule.max_model_len - min(settings.max_answer, settings.max_len // 4)
-    tokenizer = llm.get_tokenizer()
-    given = encode_prompts(tokenizer, conversations, max_tokens=room)
-    prompts = {prompt.key: prompt for prompt in given if share.holds(prompt)}
-    if settings.invent:
-        path, count = store.folder / "invented.jsonl", share.count(settings.invent)
-        invented = invent_prompts(llm, path, count, seed, share, deadline, say)
-        for prompt in encode_prompts(tokenizer, invented, max_tokens=room):
-            prompts.setdefault(prompt.key, prompt)
+    path, lacking = store.folder / INVENTED, settings.invent - len(share.before.texts)
+    new = invent_prompts(llm, path, share.count(max(0, lacking)), seed, share, deadline, say)
+
+    def encode(asked: Iterable[Conversation]) -> Iterator[Prompt]:
+        return encode_prompts(llm.get_tokenizer(), asked, max_tokens=room)
+
+    known = {prompt.key: prompt for prompt in encode([*conversations, *_turns(share.before.texts)])}
+    prompts = [prompt for prompt in known.values() if share.holds(prompt)]
+    prompts += [prompt for prompt in encode(_turns(new)) if prompt.key not in known]
     say(f"data: {len(prompts):,} prompts are distinct and short enough")
-    asks = plan_asks(list(prompts.values()), settings, seed, store.done)
+    asks = plan_asks(prompts, settings, seed, store.done)
     write_answers(llm, asks, store, deadline, say)
+
+
+def _turns(texts: Iterable[str]) -> list[Conversation]:
+    return [[{"role": "user", "content": text}] for text in texts]

@@ -60,25 +60,21 @@ class ShardStore:
 
     def __init__(self, root: Path, origin: dict[str, Any], worker: int = 0) -> None:
         """`origin` is what all shards must have in common."""
+        check_origin(root, origin)
         self.folder = folder = worker_folder(root, worker)
         folder.mkdir(parents=True, exist_ok=True)
         known = _read_manifest(folder)
-        for name, value in origin.items():
-            if known and known.get(name) != value:
-                raise ConfigError(
-                    f"{folder} holds answers of {name} {known.get(name)!r}, not {value!r}: use "
-                    "another --out"
-                )
         self.counts: dict[str, Any] = {**COUNTS, "seconds": known.get("seconds", 0.0), **origin}
         self.done: set[tuple[int, int]] = set()
         self._rows = _Rows()
         for path in shard_files(folder):
-            self._count(np.load(path))
+            self._count(read_shard(path))
         for place in all_folders(root):  # what others have answered need not be answered again
             for path in shard_files(place):
-                self.done.update((int(key), int(index)) for key, index in np.load(path)["done"])
+                done = read_shard(path)["done"]
+                self.done.update((int(key), int(index)) for key, index in done)
 
-    def _count(self, shard: Any) -> None:
+    def _count(self, shard: dict[str, np.ndarray]) -> None:
         num_answers, num_prompt = len(shard["keys"]), int(shard["prompt_lens"].sum())
         self.counts["answers"] += num_answers
         self.counts["greedy"] += int(shard["greedy"].sum())
@@ -149,17 +145,42 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.npz"))
 
 
+def read_shard(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as shard:
+        return dict(shard)
+
+
+def check_origin(root: Path, origin: dict[str, Any]) -> None:
+    """Whatever was answered before must come from there too."""
+    for folder in all_folders(root):
+        known = _read_manifest(folder)
+        for name, value in origin.items():
+            if known and known.get(name) != value:
+                raise ConfigError(
+                    f"{folder} holds answers of {name} {known.get(name)!r}, not {value!r}: use "
+                    "another --out"
+                )
+
+
 def load_corpus(root: Path) -> Corpus:
-    """The answers of all workers."""
-    shards = [np.load(path) for folder in all_folders(root) for path in shard_files(folder)]
+    """The answers of all workers; what two of them made alike counts once."""
+    shards = [read_shard(path) for folder in all_folders(root) for path in shard_files(folder)]
     if not sum(len(shard["lengths"]) for shard in shards):
         raise ConfigError(f"{root} has no answers to train on: run --stage data first")
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([shard[name] for shard in shards])
 
-    starts = np.concatenate(([0], np.cumsum(joined("lengths"), dtype=np.int64)))
-    return Corpus(joined("tokens"), starts, joined("prompt_lens"), joined("greedy"), joined("keys"))
+    tokens, lengths = joined("tokens"), joined("lengths")
+    documents = np.split(tokens, np.cumsum(lengths, dtype=np.int64)[:-1])
+    first = {document.tobytes(): place for place, document in reversed([*enumerate(documents)])}
+    kept = sorted(first.values())
+    starts = np.concatenate(([0], np.cumsum(lengths[kept], dtype=np.int64)))
+    return Corpus(
+        np.concatenate([documents[place] for place in kept]),
+        starts,
+        *(joined(name)[kept] for name in ("prompt_lens", "greedy", "keys")),
+    )
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,16 +1,12 @@
-"""The stages of `stoop train-draft`, each of which finds in the folder what the one before left.
+"""The stages of `stoop train-draft` behind the data: each finds what the one before left.
 
-DIR/data     answers of the target, in shards
+DIR/data     answers of the target, in shards (workers.py)
 DIR/train    checkpoint, log, curve
 DIR/head     the head in the layout of EAGLE's authors; DIR/head-speculators: in the other
 """
 
 import gc
-import multiprocessing
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -18,157 +14,20 @@ import torch
 
 from stoop.checkpoint.fetch import resolve_model
 from stoop.config.errors import ConfigError
-from stoop.config.resolve import make_options, resolve
-from stoop.config.schema import Config
-from stoop.llm import LLM
 from stoop.models.hf_config import read_model_spec
 from stoop.models.loader import load_model
-from stoop.text.prompts import read_prompts
-from stoop.train.answers import WHOLE, Share, make_data
 from stoop.train.export import LAYOUTS, Trained, export, model_card, read_target_config
 from stoop.train.head import make_head_spec, new_head
+from stoop.train.job import Job
 from stoop.train.packing import Packer, split
 from stoop.train.record import Record, read_log
-from stoop.train.settings import Deadline, HeadSettings, Say, Settings
+from stoop.train.settings import Deadline, HeadSettings
 from stoop.train.shards import load_corpus, read_counts
 from stoop.train.trainer import Documents, Trainer, load_checkpoint
 from stoop.train.vocabulary import Vocabulary, choose_vocabulary
-from stoop.worker.device import find_device, prepare_device
+from stoop.worker.device import prepare_device
 
 MAX_DRAFTS = 3  # what an exported head proposes
-COMMANDS = "commands.txt"
-KV_SHARE = 0.7  # of free memory, for the KV of all workers
-
-
-@dataclass(frozen=True)
-class Job:
-    target: str
-    out: Path
-    settings: Settings
-    say: Say
-
-    @property
-    def data(self) -> Path:
-        return self.out / "data"
-
-    @property
-    def train(self) -> Path:
-        return self.out / "train"
-
-    def note(self, command: Sequence[str]) -> None:
-        """Keep the command for the model card, once."""
-        line = shlex.join(command).replace("\n", " ")
-        if line not in self.commands():
-            self.out.mkdir(parents=True, exist_ok=True)
-            with (self.out / COMMANDS).open("a") as file:
-                file.write(line + "\n")
-
-    def commands(self) -> list[str]:
-        path = self.out / COMMANDS
-        return path.read_text().splitlines() if path.exists() else []
-
-    def config(self) -> Config:
-        """Of the target as it is trained against and served; no engine is made."""
-        settings = self.settings
-        device = find_device(settings.device)
-        folder = resolve_model(self.target)
-        spec = read_model_spec(folder)
-        dtype = settings.dtype
-        if dtype == "auto" and device != "cpu":
-            dtype = "bfloat16"
-        if dtype == "float16" or (dtype == "auto" and spec.dtype == "float16"):
-            raise ConfigError("gradients do not fit into float16: give --dtype bfloat16 or float32")
-        options = make_options(
-            self.target,
-            {
-                "device": device,
-                "dtype": dtype,
-                "max_model_len": min(settings.data.max_len, spec.max_position),
-                "max_num_seqs": settings.data.max_num_seqs or (16 if device == "cpu" else 512),
-                "seed": settings.seed,
-            },
-        )
-        return resolve(options, spec, str(folder), device)
-
-
-def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
-    settings = job.settings
-    if not prompt_files and not settings.data.invent:
-        raise ConfigError("there are no prompts: give --prompts FILE, --invent N, or both")
-    if settings.data.workers > 1:
-        answer_side_by_side(job, prompt_files)
-    else:
-        answer(job, prompt_files, WHOLE)
-
-
-def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
-    """A worker's share."""
-    settings = job.settings
-    deadline = Deadline(settings.time_budget)
-    conversations = [each for path in prompt_files for each in read_prompts(path)]
-    config = job.config()
-    llm = LLM(
-        job.target,
-        device=config.device.device,
-        dtype=config.device.dtype,
-        max_model_len=config.schedule.max_model_len,
-        max_num_seqs=config.schedule.max_num_seqs,
-        kv_cache_memory=settings.data.kv_cache_memory,
-        seed=settings.seed,
-        speculative_config=None,
-    )
-    data = settings.data
-    make_data(llm, job.data, conversations, data, settings.seed, deadline, job.say, share)
-    if deadline.over:
-        job.say("data: stopped by --time-budget; the same command goes on from here")
-
-
-def answer_side_by_side(job: Job, prompt_files: Sequence[Path]) -> None:
-    """All workers at once; one that fails does not stop the others."""
-    job = _with_memory_shared(job)
-    count = job.settings.data.workers
-    context = multiprocessing.get_context("spawn")
-    workers = [
-        context.Process(target=_work, args=(job, tuple(prompt_files), Share(worker, count)))
-        for worker in range(count)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    failed = [number for number, worker in enumerate(workers) if worker.exitcode]
-    if failed:
-        numbers = ", ".join(map(str, failed))
-        raise ConfigError(f"--workers: of {count}, these failed: {numbers}; their words are above")
-
-
-def _with_memory_shared(job: Job) -> Job:
-    """Workers that measured what is free would each see what others take at that moment."""
-    data, device = job.settings.data, find_device(job.settings.device)
-    if device == "cpu" or data.kv_cache_memory is not None:
-        return job
-    free, _ = torch.cuda.mem_get_info(device)
-    data = replace(data, kv_cache_memory=str(int(KV_SHARE * free) // data.workers))
-    return replace(job, settings=replace(job.settings, data=data))
-
-
-def _work(job: Job, prompt_files: tuple[Path, ...], share: Share) -> None:
-    try:
-        answer(replace(job, say=_Numbered(share.worker, job.say)), prompt_files, share)
-    except ConfigError as error:
-        job.say(f"worker {share.worker}: {error}")
-        sys.exit(2)
-
-
-@dataclass(frozen=True)
-class _Numbered:
-    """Lines of a worker, told from those of others."""
-
-    worker: int
-    say: Say
-
-    def __call__(self, line: str) -> None:
-        self.say(f"[{self.worker}] {line}")
 
 
 def run_train(job: Job, fresh: bool = False) -> bool:

@@ -13,7 +13,7 @@ from stoop.config.errors import ConfigError
 
 # A step takes 2 ms and 0.25 ms a request, a prompt token 0.01 ms; 8 ms pass before a call begins.
 VLLM = """
-import json, os, time
+import cProfile, json, os, time
 from types import SimpleNamespace
 
 __version__ = "9.9"
@@ -39,7 +39,8 @@ class LLM:
         if self.speculates:
             places.append(options["speculative_config"]["model"])
         for place in places:
-            json.load(open(place + "/config.json"))
+            config = json.load(open(place + "/config.json"))
+            assert config["max_position_embeddings"] >= options["max_model_len"]
         print("vllm says something first")
 
     def generate(self, prompts, params, use_tqdm):
@@ -58,6 +59,17 @@ class LLM:
 
 import atexit
 atexit.register(lambda: print("vllm says something last"))
+"""
+
+# Only where an engine was made, at the very end.
+ACCIDENT = """
+begin = LLM.__init__
+
+def begin_and_fail(self, **options):
+    begin(self, **options)
+    atexit.register(lambda: os._exit(3))
+
+LLM.__init__ = begin_and_fail
 """
 
 
@@ -99,6 +111,19 @@ def test_the_peer_serves_what_we_serve(seen: Path) -> None:
     assert options["max_model_len"] > 4096 + 64
     assert options["speculative_config"]["num_speculative_tokens"] == 3
     assert {4, 32} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
+
+
+@pytest.mark.parametrize("steps", [1, 16, 4096])
+def test_the_model_has_as_many_positions_as_are_asked_for(seen: Path, steps: int) -> None:
+    measure(first_token=[8192], steps=steps, repeat=1)
+    longest = json.loads(seen.read_text())["max_model_len"]
+    assert longest >= 8192 + steps + 24
+
+
+def test_an_accident_behind_the_result_does_not_matter(seen: Path) -> None:
+    fake = seen.parent / "vllm.py"
+    fake.write_text(VLLM + ACCIDENT)
+    assert measure().engine == "vllm 9.9"
 
 
 def test_without_drafts_there_is_no_head(seen: Path) -> None:

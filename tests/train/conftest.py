@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoop.train.stages import Job, run_export, run_train
+from stoop.train.job import Job
+from stoop.train.stages import run_export, run_train
 from train import small
 
 

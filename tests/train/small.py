@@ -17,9 +17,9 @@ from stoop.config.schema import HeadSpec
 from stoop.models.eagle import EagleHead
 from stoop.models.hf_config import read_model_spec
 from stoop.train.head import trained
+from stoop.train.job import Job
 from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSettings
 from stoop.train.shards import ShardStore
-from stoop.train.stages import Job
 
 VOCAB, DRAFTS, PASSES = 40, 30, 4
 PROMPT, ANSWER = 5, 30

@@ -13,7 +13,7 @@ from stoop import LLM
 from stoop.config.errors import ConfigError
 from stoop.text.prompts import read_prompts
 from stoop.train import answers
-from stoop.train.answers import is_loop, make_data, plan_asks
+from stoop.train.answers import Share, is_loop, make_data, plan_asks, read_inventions
 from stoop.train.packing import plan_batches, split
 from stoop.train.prompts import Prompt, encode_prompts
 from stoop.train.settings import DataSettings, Deadline
@@ -43,7 +43,8 @@ def make(
     conversations = [[{"role": "user", "content": text}] for text in texts]
     lines: list[str] = []
     settings = DataSettings(**{**SETTINGS, **more})
-    make_data(llm, folder, conversations, settings, 0, Deadline(seconds), lines.append)
+    share = Share(0, 1, read_inventions(folder))
+    make_data(llm, folder, conversations, settings, 0, Deadline(seconds), lines.append, share)
     return "\n".join(lines)
 
 

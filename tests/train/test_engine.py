@@ -18,10 +18,10 @@ from stoop.models.loader import load_model
 from stoop.train import unroll
 from stoop.train.acceptance import walk
 from stoop.train.head import make_head_spec
+from stoop.train.job import Job
 from stoop.train.packing import make_pack
 from stoop.train.record import read_log
 from stoop.train.shards import Corpus, load_corpus
-from stoop.train.stages import Job
 from train import small
 
 

@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 from stoop.cli.main import app
 from stoop.config.errors import ConfigError
 from stoop.train import stages
+from stoop.train.job import Job
 from stoop.train.record import read_log
 from stoop.train.settings import Deadline, TrainSettings
-from stoop.train.stages import Job, run_export, run_train
+from stoop.train.stages import run_export, run_train
 from stoop.train.trainer import Trainer, learning_rate, load_checkpoint
+from stoop.train.workers import run_data
 from train import small
 
 
@@ -140,7 +142,7 @@ def test_stages_ask_for_those_before_them(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run --stage train first"):
         run_export(job, "eagle", "bfloat16")
     with pytest.raises(ConfigError, match="--prompts FILE"):
-        stages.run_data(job, [])
+        run_data(job, [])
 
 
 @pytest.mark.parametrize(

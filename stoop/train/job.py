@@ -1,0 +1,67 @@
+"""A training job: its target, its folder, its settings."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoop.checkpoint.fetch import resolve_model
+from stoop.config.errors import ConfigError
+from stoop.config.resolve import make_options, resolve
+from stoop.config.schema import Config
+from stoop.models.hf_config import read_model_spec
+from stoop.train.settings import Say, Settings
+from stoop.worker.device import find_device
+
+COMMANDS = "commands.txt"
+
+
+@dataclass(frozen=True)
+class Job:
+    target: str
+    out: Path
+    settings: Settings
+    say: Say
+
+    @property
+    def data(self) -> Path:
+        return self.out / "data"
+
+    @property
+    def train(self) -> Path:
+        return self.out / "train"
+
+    def note(self, command: Sequence[str]) -> None:
+        """Keep the command for the model card, once."""
+        line = shlex.join(command).replace("\n", " ")
+        if line not in self.commands():
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / COMMANDS).open("a") as file:
+                file.write(line + "\n")
+
+    def commands(self) -> list[str]:
+        path = self.out / COMMANDS
+        return path.read_text().splitlines() if path.exists() else []
+
+    def config(self) -> Config:
+        """Of the target as it is trained against and served; no engine is made."""
+        settings = self.settings
+        device = find_device(settings.device)
+        folder = resolve_model(self.target)
+        spec = read_model_spec(folder)
+        dtype = settings.dtype
+        if dtype == "auto" and device != "cpu":
+            dtype = "bfloat16"
+        if dtype == "float16" or (dtype == "auto" and spec.dtype == "float16"):
+            raise ConfigError("gradients do not fit into float16: give --dtype bfloat16 or float32")
+        options = make_options(
+            self.target,
+            {
+                "device": device,
+                "dtype": dtype,
+                "max_model_len": min(settings.data.max_len, spec.max_position),
+                "max_num_seqs": settings.data.max_num_seqs or (16 if device == "cpu" else 512),
+                "seed": settings.seed,
+            },
+        )
+        return resolve(options, spec, str(folder), device)
