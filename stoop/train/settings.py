@@ -119,6 +119,10 @@ class Deadline:
     def over(self) -> bool:
         return self.seconds is not None and self.elapsed >= self.seconds
 
+    @property
+    def left(self) -> float:
+        return float("inf") if self.seconds is None else max(0.0, self.seconds - self.elapsed)
+
     def share(self, part: float) -> "Deadline":
         """A part of the budget, from now on."""
         return Deadline(None if self.seconds is None else part * self.seconds)

@@ -94,12 +94,13 @@ class Trainer:
 
     def run(self, deadline: Deadline) -> bool:
         """Train to the last step or to the deadline; True at the last step."""
-        meter = _Meter()
+        meter, warned = _Meter(), False
         while self.step < len(self.batches) and not deadline.over:
             meter.add(self._train_step())
             if self.step % self.settings.log_every == 0 or self.step == len(self.batches):
                 lr = learning_rate(self.step - 1, len(self.batches), self.settings)
                 self.record.add(meter.entry(self.step, lr, self.device), len(self.batches))
+                warned = warned or self._warn_of(deadline, meter.seconds_per_step)
                 meter = _Meter()
             if self.step % self.settings.eval_every == 0:
                 self.evaluate()
@@ -110,6 +111,18 @@ class Trainer:
         self.save()
         draw_curve(self.record.path, self.folder / "curve.png", self.record.say)
         return self.step == len(self.batches)
+
+    def _warn_of(self, deadline: Deadline, seconds_per_step: float) -> bool:
+        """If it will come before the last step: a rate that never came down trains badly."""
+        fit, num_steps = self.step + deadline.left / seconds_per_step, len(self.batches)
+        if fit >= 0.9 * num_steps:  # the first steps are slower
+            return False
+        self.record.say(
+            f"training: about {fit:,.0f} of {num_steps:,} steps fit into --time-budget; run the "
+            f"command again for the rest, or give --steps {fit:.0f}, with which the learning rate "
+            "comes down in time"
+        )
+        return True
 
     def _train_step(self) -> "_StepResult":
         pack = self.documents.packer.pack(self.batches[self.step])
@@ -263,6 +276,10 @@ class _Meter:
         before = self.num_slots or [0] * len(found.num_slots)
         self.num_slots = [a + b for a, b in zip(before, found.num_slots, strict=True)]
         self.num_tokens += result.num_tokens
+
+    @property
+    def seconds_per_step(self) -> float:
+        return max(time.monotonic() - self.started, 1e-9) / len(self.results)
 
     def entry(self, step: int, lr: float, device: torch.device) -> dict[str, Any]:
         loss, losses, right = (torch.stack(each) for each in zip(*self.results, strict=True))

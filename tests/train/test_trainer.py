@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ def test_the_time_budget_stops_cleanly(job: Job) -> None:
     assert not run_train(hasty)
     assert checkpoint(job)["step"] == 0
     assert run_export(hasty, "eagle", "bfloat16")  # an untrained head, but a head
+
+
+def test_a_budget_that_is_too_short_is_told_early(job: Job) -> None:
+    lines: list[str] = []
+    long = replace(job, settings=small.make_settings(steps=20_000, log_every=2), say=lines.append)
+    object.__setattr__(long.settings, "time_budget", 1.5)
+    assert not run_train(long)
+    (told,) = [line for line in lines if "fit into --time-budget" in line]
+    assert "of 20,000 steps" in told and "give --steps" in told
+    assert lines.index(told) < 5, "it came late"
+    lines.clear()
+    run_train(replace(job, settings=small.make_settings(), say=lines.append), fresh=True)
+    assert not any("--time-budget" in line for line in lines)
 
 
 def test_the_log_forgets_what_will_come_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
