@@ -22,7 +22,7 @@ def tune(
     model: Model = DEFAULT_MODEL,
     tokens: Annotated[
         str, typer.Option(help="tokens of a step to measure for, up to 64, with commas between")
-    ] = "1,8,16,32,64",
+    ] = "1,4,8,16,32,64",
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """Measure, for every matrix product of a model and of its drafter (-sc), whether cuBLAS or one

@@ -249,7 +249,7 @@ def launch(
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
     assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
-    assert tiling.dot or num_tokens == 1, (tiling, num_tokens)
+    assert tiling.dot or num_tokens <= linear_choice.MAX_UNDOTTED, (tiling, num_tokens)
     outputs = tiling.rows // 2 if gated else tiling.rows
     num_programs = triton.cdiv(num_outputs, outputs)
     step, options = tiling.ways * tiling.block_k, overlapping(x)

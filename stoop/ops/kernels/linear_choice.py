@@ -16,8 +16,9 @@ from stoop.ops.kernels.choice import uses_kernels
 
 Kind = Literal["linear", "logits", "add", "norm", "gated"]
 HALF = (torch.bfloat16, torch.float16)
-BUCKETS = (1, 8, 16, 32, 64)  # a decision holds for all numbers of tokens up to one of these
+BUCKETS = (1, 4, 8, 16, 32, 64)  # a decision holds for all numbers of tokens up to one of these
 MAX_TOKENS = BUCKETS[-1]
+MAX_UNDOTTED = 4  # tokens that plain multiplications may serve
 
 # When the next kernel may be launched: its programs then ask for their weights and wait.
 AT_START, WITH_LAST_LOADS, AFTER_LOOP = range(3)
@@ -44,7 +45,7 @@ class Tiling:
     rows: of the weight a program, of which half are gates where there are any
     ways: parts of a block of inputs, each multiplied by a warp of its own
     block_k: inputs of a part
-    dot: by tensor cores, for at least 8 tokens; else by plain multiplications, for one
+    dot: by tensor cores, for at least 8 tokens; else by plain multiplications, for a few
     """
 
     rows: int
@@ -56,7 +57,7 @@ class Tiling:
     dot: bool = True
 
     def block_t(self, num_tokens: int) -> int:
-        return max(8, bucket_of(num_tokens)) if self.dot else 1
+        return max(8, bucket_of(num_tokens)) if self.dot else bucket_of(num_tokens)
 
 
 Decision = Tiling | None  # None: cuBLAS, with norm and activation as kernels of their own
@@ -135,20 +136,20 @@ _RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] 
     (_NORMS, (1,), _ANY, _ANY, Tiling(8, 1, 2048, 8, dot=False)),
     (_PLAIN, (1,), _ANY, _ANY, Tiling(2, 1, 2048, 8, dot=False)),
     # Small models.
-    (_PLAIN, (8,), 1024, 640, Tiling(8, 4, 256, 4)),
-    ((*_PLAIN, "norm"), (8, 16, 32), 1024, 2**14, Tiling(16, 4, 256, 4)),
-    (("gated",), (8,), 1024, _ANY, Tiling(32, 4, 256, 4)),
+    (_PLAIN, (4, 8), 1024, 640, Tiling(8, 4, 256, 4)),
+    ((*_PLAIN, "norm"), (4, 8, 16, 32), 1024, 2**14, Tiling(16, 4, 256, 4)),
+    (("gated",), (4, 8), 1024, _ANY, Tiling(32, 4, 256, 4)),
     (("gated",), (16,), 1024, _ANY, Tiling(32, 1, 64, 1, 5)),
-    (_PLAIN, (8,), 1024, _ANY, Tiling(16, 1, 64, 1, 5)),
+    (_PLAIN, (4, 8), 1024, _ANY, Tiling(16, 1, 64, 1, 5)),
     (_PLAIN, (16, 32), 1024, _ANY, Tiling(64, 1, 64, 1, 4)),
-    (_PLAIN, (8, 16, 32), 2047, 2**14, Tiling(16, 4, 128, 4, 4)),
+    (_PLAIN, (4, 8, 16, 32), 2047, 2**14, Tiling(16, 4, 128, 4, 4)),
     # Large ones.
-    (("gated",), (8,), _ANY, _ANY, Tiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)),
-    (("norm",), (8,), _ANY, 4096, Tiling(32, 2, 128, 2, 4, WITH_LAST_LOADS)),
-    (("norm",), (8,), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
-    (_PLAIN, (8,), _ANY, 2048, Tiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)),
-    (_PLAIN, (8,), _ANY, 4096, Tiling(32, 4, 128, 4, 4)),
-    (_PLAIN, (8,), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (("gated",), (4, 8), _ANY, _ANY, Tiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (4, 8), _ANY, 4096, Tiling(32, 2, 128, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (4, 8), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (_PLAIN, (4, 8), _ANY, 2048, Tiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)),
+    (_PLAIN, (4, 8), _ANY, 4096, Tiling(32, 4, 128, 4, 4)),
+    (_PLAIN, (4, 8), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
     (_PLAIN, (16, 32), _ANY, 2048, Tiling(16, 4, 128, 4, 5)),
     (("add",), (16,), _ANY, _ANY, Tiling(16, 4, 128, 4, 5)),
     (("add",), (32,), _ANY, _ANY, Tiling(32, 4, 64, 4, 5)),

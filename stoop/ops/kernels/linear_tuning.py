@@ -23,6 +23,7 @@ from stoop.ops.kernels import launch, linear, norm
 from stoop.ops.kernels.linear_choice import (
     AFTER_LOOP,
     AT_START,
+    MAX_UNDOTTED,
     WITH_LAST_LOADS,
     Decision,
     LinearShape,
@@ -45,6 +46,10 @@ _PLAIN = (
     (4, 1, 1024, 4), (8, 1, 1024, 4), (2, 1, 2048, 8), (4, 1, 2048, 8), (8, 1, 2048, 8),
     (2, 1, 2048, 4),
 )  # fmt: skip
+_PLAIN_OF_FEW = (
+    (2, 1, 1024, 4), (4, 1, 1024, 4), (4, 1, 1024, 8), (8, 1, 1024, 8), (2, 1, 2048, 8),
+    (4, 1, 2048, 8), (4, 1, 512, 4), (8, 1, 512, 4),
+)  # fmt: skip
 _WHOLE = ((8, 4, 256, 4), (16, 4, 256, 4), (32, 4, 256, 4), (16, 8, 256, 8))
 _SHORT = (
     (16, 4, 64, 4, 4), (16, 4, 128, 4, 4), (16, 1, 64, 1, 5), (32, 1, 64, 1, 5), (64, 1, 64, 1, 4),
@@ -57,11 +62,14 @@ _LONG_OF_MANY = ((32, 4, 64, 4, 5), (64, 2, 64, 2, 4), (64, 1, 64, 1, 4), (16, 4
 
 def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
     """Ways to cut a product of so many tokens that are worth a trial."""
+    plain = [Tiling(*t, dot=False) for t in (_PLAIN if bucket == 1 else _PLAIN_OF_FEW)]
     if bucket == 1:
-        return [Tiling(*t, dot=False) for t in _PLAIN]
+        return plain
     if bucket > 32 and shape.kind not in ("linear", "logits"):
         return []  # what is fused would not fit into registers
     whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
+    if bucket <= MAX_UNDOTTED:
+        whole = plain + whole
     if shape.num_inputs < 2048:
         return whole + [Tiling(*t) for t in _SHORT]
     if bucket > 8:
