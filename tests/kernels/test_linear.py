@@ -219,7 +219,7 @@ def test_recording_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not linear_choice.uses_skinny("add", x.float(), weight.float())
     shape = linear_choice.LinearShape("add", 32, 64, torch.bfloat16)
     assert list(found) == [shape] and not decisions
-    assert linear_choice.uses_skinny("add", x, weight) and list(decisions) == [(shape, 8)]
+    assert linear_choice.uses_skinny("add", x, weight) and list(decisions) == [(shape, 4)]
 
 
 def test_float16_states_are_scaled_before_they_are_multiplied(
