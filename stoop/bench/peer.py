@@ -53,7 +53,10 @@ def measure_vllm(load: PeerLoad, python: str) -> PeerResult:
     try:
         found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True)
     except OSError as error:
-        raise ConfigError(f"--python {python} cannot be run ({error.strerror})") from None
+        raise ConfigError(
+            f"--python {python} cannot be run ({error.strerror}): give the path of a Python that "
+            "has vLLM"
+        ) from None
     if found.returncode:
         reason = (found.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise ConfigError(

@@ -41,7 +41,7 @@ def resolve_model(
     if path.is_file():
         return _convert_once(path, report or quiet)
     if not is_name or _looks_like_path(text):
-        raise CheckpointError(f"{text} does not exist: check the path of the model")
+        raise CheckpointError(f"{text} does not exist: check the path of the model or head")
     if HUB_ID.fullmatch(text):
         return fetch_from_hub(text, revision, report)
     raise _unknown_name(text)

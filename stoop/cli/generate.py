@@ -37,7 +37,8 @@ def generate(
     sampling: SamplingParams = SamplingParams(),
 ) -> None:
     """Answer prompts and print tokens per second."""
-    prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    # Whoever pipes a line does not mean its end.
+    prompts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt]
     if not prompts:
         raise RequestError('there is no prompt: add --prompt "your text"')
     if sampling.logprobs is not None and not as_json:
@@ -57,7 +58,9 @@ def generate(
         _print_answers(prompts, outputs)
     print(_summary(outputs, seconds), file=sys.stderr)
     print_acceptance(llm.engine.scheduler.stats.spec)
-    if beside_plain and llm.config.spec is not None:
+    if beside_plain and llm.config.spec is None:
+        print("there were no drafts, so this is the plain speed (-sc: a drafter)", file=sys.stderr)
+    elif beside_plain:
         del llm  # its memory is the next one's
         plain = start_llm(model, {**engine, "speculative_config": None})
         _print_gain(outputs, seconds, *_answer(plain, ready, sampling, shown, again=True))

@@ -38,7 +38,7 @@ def tune(
     if not all(1 <= count <= MAX_TOKENS for count in counts):
         raise ConfigError(f"--tokens {tokens}: use numbers from 1 to {MAX_TOKENS}")
     if find_device(engine["device"] or "auto") == "cpu":
-        raise ConfigError("tune measures a GPU, and there is none here or --device is cpu")
+        raise ConfigError("tune measures a GPU: run it where torch sees one, without --device cpu")
     llm = start_llm(model, {**engine, "graph_mode": "none", "skip_tokenizer_init": True})
     runner = llm.engine.runner
     products = runner.find_products()

@@ -18,6 +18,10 @@ def read_prompts(path: Path, flag: str = "--prompts") -> list[Conversation]:
     try:
         # A prompt may hold what only splitlines() takes for the end of a line.
         lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{flag} {path} does not exist: name a file of yours, with JSON or text a line"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
     found = []

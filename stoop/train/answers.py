@@ -186,7 +186,9 @@ def invent_prompts(
                 if answer.finish_reason == "stop" and len(text) > len(opening) + 3:
                     found.append(text)
                     file.write(json.dumps({"attempt": attempt, "prompt": text}) + "\n")
-        say(f"data: {len(found):,} prompts invented")
+        say(
+            f"data: {len(found):,} of {count:,} prompts invented, those that came to an end in time"
+        )
     return found
 
 

@@ -119,7 +119,7 @@ def test_a_model_without_a_chat_template_needs_raw(
         ([], "needs a drafter"),
         (["-sc", "none"], "needs a drafter"),
         (["-sc", NGRAM], "no questions: give --questions"),
-        (["-sc", NGRAM, "--questions", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["-sc", NGRAM, "--questions", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["-sc", NGRAM, "--questions", "EMPTY"], "is empty"),
         (["-sc", NGRAM, "--questions", "LONG"], "no room for its answer"),
         (["-sc", '{"method": "ngram"}'], "--speed-k"),

@@ -78,6 +78,7 @@ def test_generate_beside_plain(text_model: Path) -> None:
     # Without drafts there is nothing to compare.
     plain = run("generate", str(text_model), *args, "-sc", "none")
     assert plain.returncode == 0 and "without drafts" not in plain.stderr
+    assert "there were no drafts" in plain.stderr
     assert done.stdout == plain.stdout, "an answer is shown once"
     refused = run("generate", str(text_model), *args, "--json")
     assert refused.returncode == 2 and "leave out --json" in refused.stderr
@@ -101,7 +102,7 @@ def test_generate_json_is_json(text_model: Path) -> None:
 
 def test_generate_reads_standard_input_and_applies_the_chat_template(text_model: Path) -> None:
     args = ["-p", "-", "--chat", "--json", "--max-tokens", "2", *QUICK]
-    done = run("generate", str(text_model), *args, stdin="hi")
+    done = run("generate", str(text_model), *args, stdin="hi\n")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[0])["prompt"] == "<s>user: hi</s><s>assistant: "
 
