@@ -116,9 +116,8 @@ class InputBuffers:
     ) -> InputBatch:
         """Copy a plan's rows in, padded over the whole extent. No rows: all is padding."""
         places = [(row.slot, row.num_tokens) for row in rows]
-        loaded = self._loaded
+        loaded = self._loaded  # a batch that goes on as it is has its rows in place
         if loaded is None or loaded.places != places:
-            # A batch that goes on as it is has its rows in place.
             self._loaded = None  # in case that a copy fails
             loaded = self._loaded = self._copy_rows(places)
         num_reqs, num_tokens = len(rows), loaded.num_tokens
@@ -139,7 +138,7 @@ class InputBuffers:
         """Phase I."""
         prepare_inputs(slots, self.rows, self.step, block_size)
 
-    def _copy_rows(self, places: list[tuple[int, int]]) -> "_Loaded":
+    def _copy_rows(self, places: list[tuple[int, int]]) -> _Loaded:
         num_reqs = len(places)
         query_lens = np.array([num_tokens for _, num_tokens in places], dtype=np.int64)
         idx_mapping = np.full(self.max_reqs, -1, dtype=np.int64)

@@ -21,7 +21,7 @@ from stoop.llm import LLM
 from stoop.text.prompts import Conversation
 from stoop.train.prompts import OPENINGS, Prompt, encode_prompts, user_turn_start
 from stoop.train.settings import DataSettings, Deadline, Say
-from stoop.train.shards import ShardStore, all_folders
+from stoop.train.shards import ShardStore, all_folders, origin_of
 
 LOOP_SIZE = 8  # tokens that come again
 LOOP_SHARE = 0.5  # of an answer, in tokens that came before
@@ -203,7 +203,7 @@ def make_data(
     share: Share,
 ) -> None:
     """A worker's stage: invent, render, answer; a later run goes on where this one stops."""
-    store = ShardStore(root, {"target": llm.options.model, "seed": seed}, share.worker)
+    store = ShardStore(root, origin_of(llm.options.model, seed), share.worker)
     room = llm.config.schedule.max_model_len - min(settings.max_answer, settings.max_len // 4)
     path, lacking = store.folder / INVENTED, settings.invent - len(share.before.texts)
     new = invent_prompts(llm, path, share.count(max(0, lacking)), seed, share, deadline, say)

@@ -150,6 +150,11 @@ def read_shard(path: Path) -> dict[str, np.ndarray]:
         return dict(shard)
 
 
+def origin_of(target: str, seed: int) -> dict[str, Any]:
+    """What all answers of a folder have in common."""
+    return {"target": target, "seed": seed}
+
+
 def check_origin(root: Path, origin: dict[str, Any]) -> None:
     """Whatever was answered before must come from there too."""
     for folder in all_folders(root):

@@ -22,7 +22,7 @@ from stoop.text.prompts import read_prompts
 from stoop.train.answers import Share, make_data, read_inventions
 from stoop.train.job import Job
 from stoop.train.settings import Deadline, Say
-from stoop.train.shards import check_origin
+from stoop.train.shards import check_origin, origin_of
 from stoop.worker.device import find_device
 
 FREE_SHARE, TOTAL_SHARE = 0.85, 0.88  # of memory, for all workers; whichever is less
@@ -37,7 +37,7 @@ def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
     if count == 1:
         answer(job, prompt_files, Share(0, 1, before))
         return
-    check_origin(job.data, _origin(job))
+    check_origin(job.data, origin_of(job.target, settings.seed))
     shares = [Share(worker, count, before) for worker in range(count)]
     _answer_side_by_side(_with_memory_shared(job), prompt_files, shares)
 
@@ -60,10 +60,6 @@ def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
     make_data(llm, job.data, conversations, settings.data, settings.seed, deadline, job.say, share)
     if deadline.over:
         job.say("data: stopped by --time-budget; the same command goes on from here")
-
-
-def _origin(job: Job) -> dict[str, object]:
-    return {"target": job.target, "seed": job.settings.seed}
 
 
 def _with_memory_shared(job: Job) -> Job:
