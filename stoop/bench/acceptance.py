@@ -165,12 +165,8 @@ def add_counts(outputs: Iterable[RequestOutput], k: int) -> SpecCounts:
     """Of requests that asked for `k` drafts a step; their engine may have places for more."""
     total = SpecCounts.of(k)
     for output in outputs:
-        counts = output.outputs[0].spec or SpecCounts.of(k)
-        total.num_drafts += counts.num_drafts
-        total.num_draft_tokens += counts.num_draft_tokens
-        total.num_accepted_tokens += counts.num_accepted_tokens
-        for position, count in enumerate(counts.num_accepted_tokens_per_pos[:k]):
-            total.num_accepted_tokens_per_pos[position] += count
+        if output.outputs[0].spec is not None:
+            total.include(output.outputs[0].spec)
     return total
 
 

@@ -168,7 +168,7 @@ def _eager_outcomes(eager: LLM, workloads: list[Workload]) -> dict[str, Outcome]
     if eager.config.spec is not None and eager.config.spec.synthetic_rates is None:
         options = dataclasses.asdict(dataclasses.replace(eager.options, speculative_config=None))
         plain = LLM(**options)
-        drawn_drafts = eager.config.spec.probabilistic
+        drawn_drafts = eager.config.spec.draft_sample_method == "probabilistic"
         for workload in workloads:
             # Drafts that are drawn keep the distribution, not the text.
             if workload.params.greedy or not drawn_drafts:

@@ -12,8 +12,10 @@ from stoop.cli.acceptance import print_acceptance
 from stoop.cli.options import DEFAULT_MODEL, Model, sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
-from stoop.core.outputs import RequestOutput
+from stoop.core.outputs import RequestOutput, SpecCounts
 from stoop.core.sampling_params import SamplingParams
+
+WARM_TOKENS = 8
 
 
 @text_engine_flags
@@ -50,6 +52,8 @@ def generate(
     if chat:
         ready = [_render(llm, text) for text in prompts]
     shown = len(ready) == 1 and sampling.n == 1 and not as_json
+    if beside_plain:
+        _warm_up(llm, ready[0], sampling)
     outputs, seconds = _answer(llm, ready, sampling, shown)
     if as_json:
         _print_json(outputs, seconds, llm.metrics())
@@ -57,12 +61,13 @@ def generate(
     if not shown:
         _print_answers(prompts, outputs)
     print(_summary(outputs, seconds), file=sys.stderr)
-    print_acceptance(llm.engine.scheduler.stats.spec)
+    print_acceptance(_count(outputs, llm.config.schedule.num_drafts))
     if beside_plain and llm.config.spec is None:
         print("there were no drafts, so this is the plain speed (-sc: a drafter)", file=sys.stderr)
     elif beside_plain:
         del llm  # its memory is the next one's
         plain = start_llm(model, {**engine, "speculative_config": None})
+        _warm_up(plain, ready[0], sampling)
         _print_gain(outputs, seconds, *_answer(plain, ready, sampling, shown, again=True))
 
 
@@ -76,6 +81,28 @@ def _answer(
     else:
         outputs = llm.generate(prompts, sampling)
     return outputs, time.perf_counter() - started
+
+
+def _warm_up(llm: Any, prompt: Any, sampling: SamplingParams) -> None:
+    """What is loaded or compiled at first use is no part of a comparison.
+
+    With the prompt backwards, so that the prefix cache is of no help later.
+    """
+    if isinstance(prompt, str):
+        token_ids = llm.get_tokenizer().encode(prompt)
+    else:
+        token_ids = prompt["prompt_token_ids"]
+    brief = sampling.replace(max_tokens=WARM_TOKENS, min_tokens=0, n=1)
+    llm.generate([token_ids[::-1]], brief, use_tqdm=False)
+
+
+def _count(outputs: list[RequestOutput], num_drafts: int) -> SpecCounts:
+    """How drafts fared in these answers."""
+    total = SpecCounts.of(num_drafts)
+    for answer in (answer for output in outputs for answer in output.outputs):
+        if answer.spec is not None:
+            total.include(answer.spec)
+    return total
 
 
 def _print_gain(

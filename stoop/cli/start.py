@@ -31,11 +31,18 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
     return llm
 
 
+_PICKED = {
+    "greedy": "the likeliest",
+    "coupled": "drawn with the target's noise",
+    "probabilistic": "drawn with their own noise",
+}
+
+
 def _drafter(spec: "SpecConfig") -> str:
     """What was chosen, of a head also what it reads of the target."""
     parts = [spec.method, f"{spec.num_tokens} a step"]
     if spec.head is not None:
-        parts.append("drawn" if spec.probabilistic else "the likeliest")
+        parts.append(_PICKED[spec.draft_sample_method])
         parts.append(f"{spec.head.decoder.vocab_size:,} tokens of vocabulary")
     if spec.head is not None and spec.head.taps:
         parts.append(f"taps {', '.join(map(str, spec.head.taps))}")

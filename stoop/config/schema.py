@@ -61,6 +61,9 @@ class ModelSpec:
 
 
 DraftMethod = Literal["eagle", "eagle3"]
+# How a head picks its drafts: the likeliest tokens; with the noise that will draw the target's, so
+# that like distributions pick the same; or with noise of its own, which takes a ratio test.
+DraftSampleMethod = Literal["greedy", "coupled", "probabilistic"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class SpecConfig:
     num_tokens: int  # K, drafts of a step
     folder: str | None = None  # of the head
     head: HeadSpec | None = None
-    probabilistic: bool = False  # drafts are drawn, not the likeliest
+    draft_sample_method: DraftSampleMethod = "greedy"
     # Benchmarks only: draft j is accepted with this chance, whatever it is, if those before were.
     synthetic_rates: tuple[float, ...] | None = None
     prompt_lookup_min: int = 3

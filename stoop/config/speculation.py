@@ -5,10 +5,10 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from stoop.config.errors import ConfigError
-from stoop.config.schema import DraftMethod, HeadSpec, SpecConfig
+from stoop.config.schema import DraftMethod, DraftSampleMethod, HeadSpec, SpecConfig
 
 MAX_DRAFTS = 16
 HEAD_METHODS = get_args(DraftMethod)
@@ -24,7 +24,7 @@ class SpecOptions:
     model: str | None = None
     revision: str | None = None
     num_speculative_tokens: int | None = None
-    draft_sample_method: str = "greedy"
+    draft_sample_method: str | None = None  # coupled, but for n-grams
     rejection_sample_method: str = "standard"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -80,7 +80,7 @@ def settle_speculation(
         num_tokens=_whole("num_speculative_tokens", num_tokens, 1, MAX_DRAFTS),
         folder=folder,
         head=head,
-        probabilistic=options.draft_sample_method == "probabilistic",
+        draft_sample_method=_draft_sample_method(options, head),
         synthetic_rates=_synthetic_rates(options, num_tokens),
         prompt_lookup_min=low,
         prompt_lookup_max=high,
@@ -95,7 +95,7 @@ def _check(options: SpecOptions) -> None:
     """Each key by itself, and those that exclude each other."""
     for name, choices in (
         ("method", (*METHODS, None)),
-        ("draft_sample_method", ("greedy", "probabilistic")),
+        ("draft_sample_method", (*get_args(DraftSampleMethod), None)),
         ("rejection_sample_method", ("standard", "synthetic")),
     ):
         if getattr(options, name) not in choices:
@@ -111,8 +111,11 @@ def _check(options: SpecOptions) -> None:
         raise _refuse('lacks model: name the draft head, or use {"method": "ngram"}')
     if ngram and (options.model is not None or options.revision is not None):
         raise _refuse("has a model or revision with method ngram, which takes none: leave it out")
-    if ngram and options.draft_sample_method != "greedy":
-        raise _refuse("has draft_sample_method=probabilistic with method ngram: it has no odds")
+    if ngram and options.draft_sample_method not in ("greedy", None):
+        raise _refuse(
+            f"has draft_sample_method={options.draft_sample_method} with method ngram, which has "
+            "no odds: leave it out"
+        )
     if ngram and options.rejection_sample_method != "standard":
         raise _refuse(
             "has rejection_sample_method=synthetic with method ngram: it may find no drafts"
@@ -131,6 +134,12 @@ def _check(options: SpecOptions) -> None:
             "has synthetic acceptance without rejection_sample_method=synthetic: add it, or leave "
             "them out"
         )
+
+
+def _draft_sample_method(options: SpecOptions, head: HeadSpec | None) -> DraftSampleMethod:
+    if options.draft_sample_method is None:
+        return "coupled" if head else "greedy"
+    return cast(DraftSampleMethod, options.draft_sample_method)
 
 
 def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:

@@ -31,6 +31,15 @@ class SpecCounts:
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
 
+    def include(self, other: "SpecCounts") -> None:
+        """As many positions as there are here; what `other` has beyond them is not looked at."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        counts = self.num_accepted_tokens_per_pos
+        for position in range(len(counts)):
+            counts[position] += other.num_accepted_tokens_per_pos[position]
+
     def copy(self) -> "SpecCounts":
         counts = list(self.num_accepted_tokens_per_pos)
         return SpecCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, counts)

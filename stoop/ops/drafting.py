@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, token_rows
 from stoop.ops.kernels.choice import uses_kernels
+from stoop.ops.random import Purpose, gumbel_at
 
 
 def kernels() -> Any:
@@ -101,6 +102,33 @@ def prepare_draft_decode(
     out.slot_mapping.copy_(torch.where(active, blocks * block_size + position % block_size, -1))
     rank = torch.arange(query_start_loc.shape[0], device=slot.device)
     query_start_loc.copy_(torch.minimum(rank, live.sum()))
+
+
+def draw_as_target(
+    logits: Tensor,
+    slots: SlotTensors,
+    step: StepTensors,
+    temperature: Tensor,
+    seeds: Tensor,
+    d2t: Tensor | None,
+) -> Tensor:
+    """[n] int64: each row's next draft, drawn with the noise that will draw the target's token.
+
+    Noise that favours a token favours it in both: the more alike their distributions are, the more
+    often they pick the same. At temperature 0 it is the likeliest.
+    logits: [n, draft vocabulary] of the first n rows; temperature, seeds: by slot
+    """
+    if uses_kernels(logits):
+        return kernels().draw_as_target(logits, slots, step, temperature, seeds, d2t)
+    slot = step.row_slots[: logits.shape[0]]
+    heat = temperature[slot]
+    tempered = logits / torch.where(heat > 0, heat.to(logits.dtype), 1.0)[:, None]
+    places = slots.num_tokens[slot] + slots.num_drafts[slot]
+    numbers = torch.arange(logits.shape[1], device=logits.device)
+    if d2t is not None:
+        numbers = numbers + d2t
+    noise = gumbel_at(seeds[slot], places, Purpose.SAMPLE, numbers)
+    return (tempered + noise * (heat > 0)[:, None]).argmax(dim=1)
 
 
 def commit_draft(

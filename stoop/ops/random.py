@@ -53,13 +53,20 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> T
         from stoop.ops.kernels import random as kernels  # to the bit the same
 
         return kernels.uniform(seeds, positions, purpose, count)
-    groups = -(-count // 4)
-    group = torch.arange(groups, device=seeds.device)[None, :]  # [1, groups]
+    groups = torch.arange(-(-count // 4), device=seeds.device)
+    return _to_uniform(_words(seeds, positions, purpose, groups).flatten(1)[:, :count])
+
+
+def _words(seeds: Tensor, positions: Tensor, purpose: Purpose, groups: Tensor) -> Tensor:
+    """[n, groups, 4] int64: the words of each counter."""
     position = positions[:, None] & _MASK
     zero = torch.zeros_like(position)
     key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
-    words = philox((group + zero, position + zero, zero + int(purpose), zero), key)
-    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :count]
+    words = philox((groups[None, :] + zero, position + zero, zero + int(purpose), zero), key)
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1)
+
+
+def _to_uniform(bits: Tensor) -> Tensor:
     return ((bits.float() + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
 
 
@@ -68,4 +75,15 @@ def gumbel(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Te
 
     -log(-log(1 - u)): small u, which float32 resolves finely, make the large values that win.
     """
-    return -torch.log(-torch.log1p(-uniform(seeds, positions, purpose, count)))
+    return _to_gumbel(uniform(seeds, positions, purpose, count))
+
+
+def gumbel_at(seeds: Tensor, positions: Tensor, purpose: Purpose, numbers: Tensor) -> Tensor:
+    """[n, m] float32: of each stream the numbers that `numbers` ([m] int64) names."""
+    words = _words(seeds, positions, purpose, numbers // 4)
+    which = (numbers % 4).expand(words.shape[:2])[:, :, None]
+    return _to_gumbel(_to_uniform(words.gather(2, which).squeeze(2)))
+
+
+def _to_gumbel(uniform: Tensor) -> Tensor:
+    return -torch.log(-torch.log1p(-uniform))

@@ -1,9 +1,9 @@
 """Phase V: which drafts stand, and the token behind them, by each request's own parameters.
 
-Drafts that are the likeliest tokens of a head are verified by drawing the target's token at each
-position with the very noise that plain decoding would use, and accepting drafts as long as they
-agree: the same seed gives the same text with and without speculation. Drafts that were drawn from a
-distribution are accepted by the ratio test, and a refused one is replaced from the residual.
+The target's token is drawn at each position with the very noise that plain decoding would use, and
+drafts are accepted as long as they agree: the same seed gives the same text with and without
+speculation, whatever the drafts are. Only those that were drawn with noise of their own
+(`probabilistic`) are accepted by the ratio test, and a refused one is replaced from the residual.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Verifier:
                 self.accepts_none = torch.zeros(rows, self.num_drafts, device=device).bool()
         # What each draft was drawn from, by slot; only drafts that are drawn need it.
         self.draft_logits: Tensor | None = None
-        if spec and spec.probabilistic:
+        if spec and spec.draft_sample_method == "probabilistic":
             shape = (state.seeds.shape[0], self.num_drafts, vocab_size)
             self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
 

@@ -49,6 +49,7 @@ class EagleSpeculator:
         self.setup = setup
         self.head = head
         self.num_tokens = spec.num_tokens
+        self.coupled = spec.draft_sample_method == "coupled"
         self.max_reqs = schedule.max_num_seqs
         self.max_model_len = schedule.max_model_len
         self.position_limit = min(self.max_model_len, spec.head.decoder.max_position)
@@ -157,9 +158,16 @@ class EagleSpeculator:
         logits = self.head.logits(states)
         if noise and self.setup.draft_logits is not None:
             self._draw_draft(logits, self.setup.draft_logits)
+            return
+        slots, step, room = self.setup.slots, self.setup.buffers.step, self.prefill_inputs.room
+        if noise and self.coupled:
+            sampling = self.setup.sampling
+            picked = ops.draw_as_target(
+                logits, slots, step, sampling.temperature, sampling.seeds, self.head.d2t
+            )
         else:
-            slots, step, room = self.setup.slots, self.setup.buffers.step, self.prefill_inputs.room
-            ops.commit_draft(slots, step, room, greedy(logits), self.head.d2t)
+            picked = greedy(logits)
+        ops.commit_draft(slots, step, room, picked, self.head.d2t)
 
     def _draw_draft(self, logits: Tensor, cache: Tensor) -> None:
         """Draw from what is cached, to the bit: temperature alone shapes it."""

@@ -127,6 +127,28 @@ def test_draft_commit_equals_torch(seed: int) -> None:
 
 @pytest.mark.interpreted
 @SEEDS
+def test_draft_draw_equals_torch(seed: int) -> None:
+    from stoop.ops.kernels import drafting as kernels
+
+    rng = random.Random(seed)
+    case, _ = drafting_case(rng)
+    count = rng.randint(max(case.num_live, 1), case.max_reqs)
+    num_slots = case.slots.num_tokens.shape[0]
+    temperature = torch.tensor([rng.choice((0.0, 0.6, 1.0)) for _ in range(num_slots)])
+    seeds = torch.tensor([rng.getrandbits(63) for _ in range(num_slots)])
+    size = rng.choice((7, 300, 4097))  # of more than one part
+    d2t = torch.tensor(sorted(rng.sample(range(2 * size), size))) - torch.arange(size)
+    logits = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
+    for dtype in (torch.float32, torch.bfloat16):
+        for offsets in (None, d2t):
+            given = (logits.to(dtype), case.slots, case.step, temperature, seeds, offsets)
+            found = kernels.draw_as_target(*given)
+            wanted = reference.draw_as_target(given[0].float(), *given[1:])
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+@pytest.mark.interpreted
+@SEEDS
 def test_lookup_equals_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from stoop.ops.kernels import drafting as kernels
 
@@ -205,4 +227,8 @@ def test_drafting_compiles_for_an_h200(num_drafts: int) -> None:
         for d2t in (None, room.clone()):
             kernels.commit_draft(slots, step, room, room.clone(), d2t)
         kernels.look_up_ngrams(slots, step, room, (3, 5), num_drafts)
-    check_compiled(found, 6)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            logits, floats = torch.zeros(4, 12288, dtype=dtype), torch.zeros(8)
+            for d2t in (None, torch.zeros(12288, dtype=torch.int64)):
+                kernels.draw_as_target(logits, slots, step, floats, room, d2t)
+    check_compiled(found, 6 + 12)

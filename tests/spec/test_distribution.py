@@ -220,16 +220,19 @@ DRAWN = [
     (Setting("eagle"), options(0.7, **PENALTIES)),
     (Setting("eagle3-narrow", num_drafts=2), options(1.0, **PENALTIES)),
 ]
-LIKELIEST = [
+MATCHED = [
     (Setting("eagle3", "greedy"), options(0.7, **PENALTIES)),
     (Setting("eagle", "greedy", num_drafts=2, **STEP), options(1.0, **TOP_P)),
     (Setting("eagle3", "greedy", **STEP), options(1.5)),
+    (Setting("eagle3", "coupled"), options(0.7, **PENALTIES)),
+    (Setting("eagle", "coupled", num_drafts=2, **STEP), options(1.0, **TOP_P)),
+    (Setting("eagle3-narrow", "coupled", **STEP), options(1.5)),
 ]
 
 
 def describe(value: Setting | SamplingParams) -> str:
     if isinstance(value, Setting):
-        return f"{value.method} {value.num_drafts} {value.graph_mode}"
+        return f"{value.method} {value.drafts} {value.num_drafts} {value.graph_mode}"
     return f"{value.temperature} {value.top_p} {value.presence_penalty}"
 
 
@@ -251,8 +254,8 @@ def test_answers_with_drawn_drafts(models: Models, setting: Setting, params: Any
     assert (replays[RunMode.STEP] > 4) == (setting.graph_mode == "step")
 
 
-@pytest.mark.parametrize(("setting", "params"), LIKELIEST, ids=describe)
-def test_answers_with_likeliest_drafts(models: Models, setting: Setting, params: Any) -> None:
+@pytest.mark.parametrize(("setting", "params"), MATCHED, ids=describe)
+def test_answers_with_matched_drafts(models: Models, setting: Setting, params: Any) -> None:
     """These are those of plain decoding besides, seed for seed."""
     llm = models.llm(setting)
     replays = count_replays(llm)
@@ -261,6 +264,57 @@ def test_answers_with_likeliest_drafts(models: Models, setting: Setting, params:
     check_drafts_counted(llm, len(found))
     assert (replays[RunMode.STEP] > 4) == (setting.graph_mode == "step")
     assert np.array_equal(found, answers(models.llm(None), params, 1024))
+
+
+def shares(models: Models, setting: Setting, params: SamplingParams) -> np.ndarray:
+    """Of drafts that stand, by position."""
+    llm = models.llm(setting)
+    answers(llm, params, 1024)
+    metrics = llm.metrics()
+    accepted = np.array(metrics["spec_decode_num_accepted_tokens_per_pos"])
+    return accepted / metrics["spec_decode_num_drafts"]
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "eagle3-narrow"])
+def test_coupled_drafts_stand_more_often_than_the_likeliest(models: Models, method: str) -> None:
+    coupled = shares(models, Setting(method, "coupled", **STEP), PLAIN)
+    likeliest = shares(models, Setting(method, "greedy", **STEP), PLAIN)
+    drawn = shares(models, Setting(method, "probabilistic", **STEP), PLAIN)
+    assert np.all(coupled > likeliest) and coupled.sum() > likeliest.sum() + 0.1
+    # No way to pick a draft before the target's token is known does better than the ratio test.
+    assert np.all(coupled < drawn + 0.03)
+
+
+def pick_with_the_noise_of(place: int, purpose: Purpose, maps: bool) -> Callable[[Patch], None]:
+    def put_back(patch: Patch) -> None:
+        function = drafting.gumbel_at
+
+        def other(seeds: Any, positions: Any, _: Purpose, numbers: Any) -> Any:
+            numbers = numbers if maps else torch.arange(len(numbers))
+            return function(seeds, positions + place, purpose, numbers)
+
+        patch.setattr(drafting, "gumbel_at", other)
+
+    return put_back
+
+
+UNCOUPLED = {
+    "the place before": pick_with_the_noise_of(-1, Purpose.SAMPLE, True),
+    "the place behind": pick_with_the_noise_of(1, Purpose.SAMPLE, True),
+    "another stream": pick_with_the_noise_of(0, Purpose.DRAFT, True),
+    "the draft vocabulary": pick_with_the_noise_of(0, Purpose.SAMPLE, False),
+}
+
+
+@pytest.mark.parametrize("name", UNCOUPLED)
+def test_noise_that_is_not_the_targets_is_seen(
+    models: Models, name: str, monkeypatch: Patch
+) -> None:
+    """Answers stay what they are, whatever is drafted: only acceptance tells."""
+    setting = Setting("eagle3-narrow", "coupled")
+    right = shares(models, setting, PLAIN)
+    UNCOUPLED[name](monkeypatch)
+    assert shares(models, setting, PLAIN)[0] < right[0] - 0.1
 
 
 def test_answers_with_drawn_drafts_and_preemption(models: Models) -> None:

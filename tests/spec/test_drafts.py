@@ -65,7 +65,8 @@ def test_drafts_equal_the_slow_reference_drafters(
     drafters: DrafterStore, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No paging, no batch, no cache there: tokens are equal and logits within 1e-4."""
-    llm = make_llm(drafters.get(name), 4, attention_backend=backend)
+    likeliest = {"draft_sample_method": "greedy"}
+    llm = make_llm(drafters.get(name), 4, attention_backend=backend, spec=likeliest)
     trace = Trace()
     watch_drafts(llm, trace)
     logits = watch_logits(llm, monkeypatch)
@@ -234,7 +235,7 @@ def test_draft_decodes_are_whole_or_eager(drafters: DrafterStore, mode: str, bac
     assert len(seen) > 6 and all(tokens == reqs for tokens, reqs in seen)
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("method", ["greedy", "coupled", "probabilistic"])
 def test_a_head_that_overflows_changes_no_answer(
     drafters: DrafterStore, tmp_path: Any, method: str
 ) -> None:

@@ -1,6 +1,6 @@
 """Every sampling option means the same with speculation as without.
 
-Drafts here are the likeliest tokens of a head, or looked up, so that seeded answers must be those
+Drafts here are matched with what the target draws, so that seeded answers must be those
 of plain decoding to the token, with the same scores and the same end. Targets that walk in circles
 of four tokens, or into loops of one, have heads that are right as long as they do, so that options
 act inside of accepted runs; another target is random.
@@ -66,10 +66,16 @@ def add_text(folder: Path) -> None:
 
 # name: target, speculative_config without the path of its head
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "circles-eagle3-right": ("circles", {"model": "right", "num_speculative_tokens": 3}),
+    "circles-eagle3-right": (
+        "circles",
+        {"model": "right", "num_speculative_tokens": 3, "draft_sample_method": "greedy"},
+    ),
     "circles-eagle3-half": ("circles", {"model": "half", "num_speculative_tokens": 4}),
     "circles-eagle3-wrong": ("circles", {"model": "wrong", "num_speculative_tokens": 3}),
-    "circles-eagle": ("circles", {"model": "right1", "num_speculative_tokens": 4}),
+    "circles-eagle": (
+        "circles",
+        {"model": "right1", "num_speculative_tokens": 4, "draft_sample_method": "greedy"},
+    ),
     "circles-ngram": ("circles", {"method": "ngram", "num_speculative_tokens": 3}),
     "loops-eagle": ("loops", {"model": "right1", "num_speculative_tokens": 4}),
     "random-eagle3": ("random", {"model": "random3", "num_speculative_tokens": 2}),

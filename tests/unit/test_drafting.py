@@ -28,11 +28,13 @@ from stoop.ops.drafting import (
     PrefillTensors,
     commit_draft,
     draft_room,
+    draw_as_target,
     look_up_ngrams,
     prepare_draft_decode,
     prepare_draft_prefill,
 )
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, commit_tokens
+from stoop.ops.sampling import draw, temper_
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 SEEDS = st.integers(0, 2**32)
@@ -358,3 +360,37 @@ def test_lookup_of_small_texts(text: list[int], sizes: tuple[int, int], drafts: 
     look_up_ngrams(step.slots, step.buffers.step, room, sizes, NUM_DRAFTS)
     count = int(step.slots.num_drafts[3])
     assert step.slots.token_ids[3, known : known + count].tolist() == drafts
+
+
+# ---- drafts drawn with the target's noise ----
+
+
+def coupled_case(rng: random.Random) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A step with some drafts already; temperatures, seeds, and logits of all its rows."""
+    step = verified_step(rng)
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    count = step.slots.num_tokens.shape[0]
+    step.slots.num_drafts.copy_(torch.randint(0, 3, (count,), generator=generator))
+    temperature = torch.tensor([rng.choice((0.0, 0.5, 1.0, 1.7)) for _ in range(count)])
+    seeds = torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    return step, temperature, seeds, torch.randn(len(step.rows), 40, generator=generator)
+
+
+@SETTINGS
+@given(SEEDS)
+def test_a_head_that_is_the_target_drafts_what_the_target_draws(seed: int) -> None:
+    """Token for token, at any temperature, with a vocabulary of its own."""
+    rng = random.Random(seed)
+    step, temperature, seeds, logits = coupled_case(rng)
+    ids = torch.tensor(sorted(rng.sample(range(160), 40)))
+    d2t = ids - torch.arange(40)
+    slot = step.buffers.step.row_slots[: len(step.rows)]
+    full = torch.full((len(step.rows), 160), float("-inf"))
+    full[:, ids] = logits
+    temper_(full, temperature[slot])
+    places = step.slots.num_tokens[slot] + step.slots.num_drafts[slot]
+    wanted = draw(full, temperature[slot], seeds[slot], places)
+    found = draw_as_target(logits, step.slots, step.buffers.step, temperature, seeds, d2t)
+    assert torch.equal(found + d2t[found], wanted)
+    everything = draw_as_target(full, step.slots, step.buffers.step, temperature * 0, seeds, None)
+    assert torch.equal(everything, full.argmax(dim=1))

@@ -90,9 +90,16 @@ def test_an_unknown_key_is_named_with_all_known_ones(key: Any) -> None:
         ({**HEAD, "revision": "abc"}, {"num_tokens": 3}),
         ({**HEAD, "num_speculative_tokens": 1}, {"num_tokens": 1}),
         ({**HEAD, "num_speculative_tokens": MAX_DRAFTS}, {"num_tokens": MAX_DRAFTS}),
-        (HEAD, {"probabilistic": False, "synthetic_rates": None}),
-        ({**HEAD, "draft_sample_method": "greedy"}, {"probabilistic": False}),
-        ({**HEAD, "draft_sample_method": "probabilistic"}, {"probabilistic": True}),
+        (HEAD, {"draft_sample_method": "coupled", "synthetic_rates": None}),
+        ({**HEAD, "draft_sample_method": None}, {"draft_sample_method": "coupled"}),
+        ({**HEAD, "draft_sample_method": "greedy"}, {"draft_sample_method": "greedy"}),
+        ({**HEAD, "draft_sample_method": "coupled"}, {"draft_sample_method": "coupled"}),
+        (
+            {**HEAD, "draft_sample_method": "probabilistic"},
+            {"draft_sample_method": "probabilistic"},
+        ),
+        (NGRAM, {"draft_sample_method": "greedy"}),
+        ({**NGRAM, "draft_sample_method": "greedy"}, {"draft_sample_method": "greedy"}),
         ({**HEAD, "rejection_sample_method": "standard"}, {"synthetic_rates": None}),
         ({**SYNTHETIC, "synthetic_acceptance_length": 4}, {"synthetic_rates": (1.0, 1.0, 1.0)}),
         (
@@ -169,9 +176,10 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         ("draft_sample_method", {**HEAD, "draft_sample_method": value})
-        for value in ("random", None, True, "Greedy")
+        for value in ("random", True, "Greedy")
     ),
     ("draft_sample_method", {**NGRAM, "draft_sample_method": "probabilistic"}),
+    ("draft_sample_method", {**NGRAM, "draft_sample_method": "coupled"}),
     *(
         ("rejection_sample_method", {**HEAD, "rejection_sample_method": value})
         for value in ("typical", None, 1)

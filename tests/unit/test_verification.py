@@ -311,7 +311,7 @@ def drawn_rig(params: list[SamplingParams], draft_logits: torch.Tensor) -> Rig:
     """Drafts drawn from `draft_logits` [K, VOCAB], which the verifier knows."""
     seeds = torch.arange(len(params))
     drafts = [drawn(draft_logits[j].softmax(0), seeds, seeds * 0 + 3 + j) for j in range(K)]
-    rig = Rig(params, torch.stack(drafts, dim=1), probabilistic=True)
+    rig = Rig(params, torch.stack(drafts, dim=1), draft_sample_method="probabilistic")
     assert rig.verifier.draft_logits is not None
     rig.verifier.draft_logits[:-1] = draft_logits.float()
     return rig
@@ -353,13 +353,11 @@ def test_greedy_rows_beside_drawn_ones_keep_to_matches() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, NOISY])
-@pytest.mark.parametrize("probabilistic", [False, True])
-def test_synthetic_acceptance_looks_at_no_token(
-    params: SamplingParams, probabilistic: bool
-) -> None:
+@pytest.mark.parametrize("method", ["greedy", "coupled", "probabilistic"])
+def test_synthetic_acceptance_looks_at_no_token(params: SamplingParams, method: str) -> None:
     n = 4000
     drafts = torch.zeros(n, K, dtype=torch.int64)  # never the likeliest
-    rig = Rig([params] * n, drafts, synthetic_rates=(0.5, 1.0), probabilistic=probabilistic)
+    rig = Rig([params] * n, drafts, synthetic_rates=(0.5, 1.0), draft_sample_method=method)
     tokens, counts = rig.verify(LOGITS)
     assert set(counts.tolist()) == {1, 3}
     check_share(counts == 3, 0.5)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stoop.ops.drafting import PrefillTensors
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors
+from stoop.ops.kernels import sampling
 from stoop.ops.kernels.inputs import ROWS_PER_WARP, TOKENS_PER_PROGRAM, find_row
 from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
@@ -286,6 +287,19 @@ def prepare_draft_decode(
 
 
 # ---- drafts ----
+
+
+def draw_as_target(
+    logits: Tensor,
+    slots: SlotTensors,
+    step: StepTensors,
+    temperature: Tensor,
+    seeds: Tensor,
+    d2t: Tensor | None,
+) -> Tensor:
+    slot = step.row_slots[: logits.shape[0]]
+    places = (slots.num_tokens, slots.num_drafts)
+    return sampling.draw_as_target(logits, temperature, seeds, *places, d2t, slot)
 
 
 @triton.jit

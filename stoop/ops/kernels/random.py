@@ -47,11 +47,25 @@ def uniform_block(seed, position, start, PURPOSE: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def gumbel_block(seed, position, start, PURPOSE: tl.constexpr, SIZE: tl.constexpr):
-    """[SIZE] float32: -log(-log1p(-u)).
+    """[SIZE] float32: the numbers from `start` on, a multiple of 4."""
+    return _to_gumbel(uniform_block(seed, position, start, PURPOSE, SIZE))
+
+
+@triton.jit
+def gumbel_at(seed, position, number, PURPOSE: tl.constexpr):
+    """[m] float32: those that `number` ([m] int32) names, at four times the work for each."""
+    w0, w1, w2, w3 = philox_words(seed, position, number // 4, PURPOSE)
+    word = number % 4
+    bits = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return _to_gumbel(_to_uniform(bits))
+
+
+@triton.jit
+def _to_gumbel(u):
+    """-log(-log1p(-u)).
 
     log1p(-u) is log(w) * u / (1 - w) with w = 1 - u as it is rounded; 1 - w is exact.
     """
-    u = uniform_block(seed, position, start, PURPOSE, SIZE)
     w = 1.0 - u
     return -tl.log(tl.where(w == 1.0, u, -tl.log(w) * (u / (1.0 - w))))
 

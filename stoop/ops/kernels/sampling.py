@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoop.ops.kernels.launch import overlapping, start_in_turn
-from stoop.ops.kernels.random import gumbel_block
+from stoop.ops.kernels.random import gumbel_at, gumbel_block
 from stoop.ops.library import register
 from stoop.ops.random import Purpose
 
@@ -58,6 +58,8 @@ def _candidates_kernel(
     temperature_ptr,
     seeds_ptr,
     positions_ptr,
+    ahead_ptr,  # by slot, like the positions then, to be added to them; or none
+    d2t_ptr,  # from numbers of columns to those of their noise; or none
     packed_ptr,
     stride,
     size,
@@ -76,8 +78,16 @@ def _candidates_kernel(
         if temperature > 0:
             if TEMPERS:
                 x = tl.div_rn(x, temperature + tl.zeros_like(x))
-            seed, position = tl.load(seeds_ptr + own), tl.load(positions_ptr + row)
-            x += gumbel_block(seed, position, part * PART, PURPOSE, PART)
+            seed = tl.load(seeds_ptr + own)
+            if ahead_ptr is not None:
+                position = tl.load(positions_ptr + own) + tl.load(ahead_ptr + own)
+            else:
+                position = tl.load(positions_ptr + row)
+            if d2t_ptr is not None:
+                offset = tl.load(d2t_ptr + column, mask=column < size, other=0)
+                x += gumbel_at(seed, position, column + offset.to(tl.int32), PURPOSE)
+            else:
+                x += gumbel_block(seed, position, part * PART, PURPOSE, PART)
     packed = tl.where(column < size, pack(x, column), -0x8000000000000000)
     tl.store(packed_ptr + row * num_parts + part, tl.max(packed, axis=0))
 
@@ -104,7 +114,7 @@ def width(parts: int) -> int:
 @register("argmax_(Tensor logits, Tensor(a!) packed, Tensor(b!) out) -> ()")
 def argmax_(logits: Tensor, packed: Tensor, out: Tensor) -> None:
     """logits: [n, vocab_size]; packed: [n, num_parts] int64, scratch; out: [n] int64"""
-    _reduce(logits, None, None, packed, out, -1, False)
+    _reduce(logits, (None,) * 6, packed, out, -1, False)
 
 
 @register(
@@ -122,23 +132,41 @@ def draw_(
     packed: Tensor,
     out: Tensor,
 ) -> None:
-    _reduce(logits, slot, (temperature, seeds, positions), packed, out, purpose, tempers)
+    noise = (slot, temperature, seeds, positions, None, None)
+    _reduce(logits, noise, packed, out, purpose, tempers)
+
+
+@register(
+    "draw_as_target_(Tensor logits, Tensor temperature, Tensor seeds, Tensor num_tokens, "
+    "Tensor num_drafts, Tensor? d2t, Tensor slot, Tensor(a!) packed, Tensor(b!) out) -> ()"
+)
+def draw_as_target_(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    num_tokens: Tensor,
+    num_drafts: Tensor,
+    d2t: Tensor | None,
+    slot: Tensor,
+    packed: Tensor,
+    out: Tensor,
+) -> None:
+    noise = (slot, temperature, seeds, num_tokens, num_drafts, d2t)
+    _reduce(logits, noise, packed, out, int(Purpose.SAMPLE), True)
 
 
 def _reduce(
     logits: Tensor,
-    slot: Tensor | None,
-    noise: tuple[Tensor, Tensor, Tensor] | None,
+    noise: tuple[Tensor | None, ...],
     packed: Tensor,
     out: Tensor,
     purpose: int,
     tempers: bool,
 ) -> None:
+    """noise: arguments of the kernel, from `slot` to `d2t`"""
     n, parts = packed.shape
-    temperature, seeds, positions = noise or (None, None, None)
     _candidates_kernel[(n, parts)](
-        logits, slot, temperature, seeds, positions, packed,
-        logits.stride(0), logits.shape[1], parts,
+        logits, *noise, packed, logits.stride(0), logits.shape[1], parts,
         PURPOSE=purpose, TEMPERS=tempers, PART=PART, num_warps=8, **overlapping(logits),
     )  # fmt: skip
     _best_kernel[(n,)](packed, out, parts, WIDTH=width(parts), num_warps=1, **overlapping(out))
@@ -167,6 +195,22 @@ def draw(
     """
     packed, out = _buffers(logits)
     draw_(logits, temperature, seeds, positions, slot, int(purpose), tempers, packed, out)
+    return out
+
+
+def draw_as_target(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    num_tokens: Tensor,
+    num_drafts: Tensor,
+    d2t: Tensor | None,
+    slot: Tensor,
+) -> Tensor:
+    """[n] int64: a draw from softmax(logits / temperature), with the noise that draws the target's
+    token behind `num_tokens` and `num_drafts`; what is not [n] is by slot."""
+    packed, out = _buffers(logits)
+    draw_as_target_(logits, temperature, seeds, num_tokens, num_drafts, d2t, slot, packed, out)
     return out
 
 
