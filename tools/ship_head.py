@@ -1,8 +1,8 @@
 """Put a trained head where stoop finds it beside its target: weights, card, measured acceptance.
 
-    python tools/ship_head.py draft/head acceptance.json smollm2-135m
+    python tools/ship_head.py draft/head smollm2-135m acceptance.json [more.json ...]
 
-acceptance.json is what `stoop bench acceptance --out` wrote, with K = 1, 2, 3 at temperature 0.
+These are what `stoop bench acceptance --out` wrote; the first has K = 1, 2, 3 at temperature 0.
 """
 
 import json
@@ -32,7 +32,8 @@ def tokens_per_step(rows: list[dict[str, Any]]) -> list[float]:
 def table(record: dict[str, Any]) -> str:
     """For the card: every file, temperature and K."""
     lines = [
-        f"## Acceptance: {record['dtype']} on {record['device']}, {record['max_tokens']} tokens",
+        f"## Acceptance: {record['dtype']} on {record['device']}, {record['max_tokens']} tokens, "
+        f"drafts picked by method {record['speculative_config']['draft_sample_method']}",
         "",
         "| questions | temperature | K | tokens a step | share of drafts that stand, by position |",
         "| --- | --- | --- | --- | --- |",
@@ -44,9 +45,9 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ship(head: Path, acceptance: Path, heads: Path, name: str) -> Path:
-    record = json.loads(acceptance.read_text())
-    lengths = tokens_per_step(record["rows"])
+def ship(head: Path, heads: Path, name: str, acceptance: list[Path]) -> Path:
+    records = [json.loads(path.read_text()) for path in acceptance]
+    lengths = tokens_per_step(records[0]["rows"])
     weights = head / "model.safetensors"
     if weights.stat().st_size > MAX_BYTES:
         raise SystemExit(
@@ -57,12 +58,12 @@ def ship(head: Path, acceptance: Path, heads: Path, name: str) -> Path:
     for each in (weights, head / "config.json"):
         shutil.copy(each, folder)
     card = (head / "README.md").read_text()
-    (folder / "README.md").write_text(card + "\n" + table(record))
+    (folder / "README.md").write_text("\n".join((card, *map(table, records))))
     (folder / "acceptance.json").write_text(json.dumps({"tokens_per_step": lengths}) + "\n")
     return folder
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) < 4:
         raise SystemExit(__doc__)
-    print(ship(Path(sys.argv[1]), Path(sys.argv[2]), HEADS, sys.argv[3]))
+    print(ship(Path(sys.argv[1]), HEADS, sys.argv[2], [Path(each) for each in sys.argv[3:]]))

@@ -17,6 +17,8 @@ def print_acceptance(
     report: AcceptanceReport, model: str, drafter: dict[str, Any], out: Path | None
 ) -> None:
     plan, config = report.plan, report.config
+    assert config.spec is not None
+    drafter = {**drafter, "draft_sample_method": config.spec.draft_sample_method}
     table = Table(title=f"accepted drafts of {model}")
     table.add_column("questions")
     for column in ("T", "K", "by position, %", "length", "tok/s", "plain", "gain"):

@@ -34,6 +34,7 @@ from stoop.ops.drafting import (
     prepare_draft_prefill,
 )
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, commit_tokens
+from stoop.ops.random import Purpose, gumbel, gumbel_at
 from stoop.ops.sampling import draw, temper_
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
@@ -394,3 +395,21 @@ def test_a_head_that_is_the_target_drafts_what_the_target_draws(seed: int) -> No
     assert torch.equal(found + d2t[found], wanted)
     everything = draw_as_target(full, step.slots, step.buffers.step, temperature * 0, seeds, None)
     assert torch.equal(everything, full.argmax(dim=1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_coupled_drafts_stand_as_often_as_theory_says(seed: int) -> None:
+    """Which is never below (1 - d) / (1 + d), d being the distance of the two distributions."""
+    generator = torch.Generator().manual_seed(seed)
+    target, own = torch.randn(2, 7, generator=generator, dtype=torch.float64) * 1.5
+    p, q = target.softmax(0), own.softmax(0)
+    worst = torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(dim=1)
+    chance, distance = float((1 / worst).sum()), float((p - q).abs().sum() / 2)
+    assert (1 - distance) / (1 + distance) < chance < 1 - distance
+    count = 40_000
+    places, seeds = torch.arange(count) % 5, torch.arange(count)
+    noise = [gumbel(seeds, places, Purpose.SAMPLE, 7)]
+    noise.append(gumbel_at(seeds, places, Purpose.SAMPLE, torch.arange(7)))
+    picks = [(each + how).argmax(dim=1) for each, how in zip((target, own), noise, strict=True)]
+    share = float((picks[0] == picks[1]).float().mean())
+    assert abs(share - chance) < 4 * (chance * (1 - chance) / count) ** 0.5

@@ -36,7 +36,10 @@ def made(tmp_path: Path) -> Path:
 
 
 def measure(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    record = {"dtype": "bfloat16", "device": "a GPU", "max_tokens": 256, "rows": rows}
+    record = {
+        **{"dtype": "bfloat16", "device": "a GPU", "max_tokens": 256, "rows": rows},
+        "speculative_config": {"draft_sample_method": "coupled"},
+    }
     path = folder / "acceptance.json"
     path.write_text(json.dumps(record))
     return path
@@ -45,7 +48,7 @@ def measure(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def test_a_head_is_shipped(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(k, 1 + k / 4, questions=name) for name in ("a", "b") for k in (1, 2, 3, 4)]
     rows += [row(2, 2.5, questions="c"), row(1, 9.0, temperature=1)]
-    folder = ship_head.ship(made / "head", measure(made, rows), made / "heads", "small")
+    folder = ship_head.ship(made / "head", made / "heads", "small", [measure(made, rows)])
     monkeypatch.setitem(shipped.SHIPPED, "small", made / "heads" / "small")
     assert shipped_head("small") == folder
     assert acceptance_lengths(folder) == [
@@ -59,11 +62,11 @@ def test_a_head_is_shipped(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_measured_is_not_shipped(made: Path) -> None:
     with pytest.raises(SystemExit, match="K = 2, 3 are missing"):
-        ship_head.ship(made / "head", measure(made, [row(1, 1.5)]), made / "heads", "small")
+        ship_head.ship(made / "head", made / "heads", "small", [measure(made, [row(1, 1.5)])])
     (made / "head" / "model.safetensors").write_bytes(bytes(ship_head.MAX_BYTES + 1))
     rows = [row(k, 1.5) for k in (1, 2, 3)]
     with pytest.raises(SystemExit, match="larger than 25 MB"):
-        ship_head.ship(made / "head", measure(made, rows), made / "heads", "small")
+        ship_head.ship(made / "head", made / "heads", "small", [measure(made, rows)])
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if SHIPPED[name].exists()])
