@@ -77,6 +77,28 @@ def test_draws_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
     assert lost.max() <= 4e-6  # a near tie may fall either way
 
 
+@pytest.mark.parametrize("size", [12288, 32000, 49152])
+def test_coupled_drafts_are_what_the_target_draws(size: int) -> None:
+    """Of logits that are nowhere else, whatever the draft vocabulary leaves out."""
+    from stoop.ops.kernels import sampling as kernels
+
+    logits = some_logits(size, 64)
+    generator = torch.Generator().manual_seed(size)
+    ids = torch.randperm(60_000, generator=generator)[:size].sort().values.cuda()
+    d2t = ids - torch.arange(size, device="cuda")
+    temperature = torch.arange(64, device="cuda") % 3 / 2.0
+    seeds, places = seeds_and_places(64)
+    slot = torch.arange(63, -1, -1, device="cuda")
+    found = kernels.draw_as_target(
+        logits, temperature, seeds, places - 2, places * 0 + 2, d2t, slot
+    )
+    target = torch.full((64, 60_000), NEVER, device="cuda")
+    target[:, ids] = logits
+    given = (temperature[slot], seeds[slot], places[slot])
+    wanted = kernels.draw(target, *given, tempers=True)
+    assert torch.equal(found + d2t[found], wanted)
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("vocab_size", VOCABS)
 def test_filters_keep_what_the_reference_keeps(vocab_size: int, ties: bool) -> None:

@@ -102,12 +102,13 @@ def test_a_replayed_step_waits_for_nobody(drafters: DrafterStore, mode: str) -> 
     assert set(seen) == {RunMode.STEP if mode == "step" else RunMode.FULL}
 
 
+@pytest.mark.parametrize("method", ["coupled", "probabilistic"])
 @pytest.mark.parametrize("mode", ["none", "step"])
 def test_drawn_drafts_are_seeded_whatever_else_is_in_the_batch(
-    drafters: DrafterStore, mode: str
+    drafters: DrafterStore, mode: str, method: str
 ) -> None:
     params = SEEDED.replace(temperature=1.3, max_tokens=12)
-    spec = {"draft_sample_method": "probabilistic"}
+    spec = {"draft_sample_method": method}
     llm = make_llm(drafters.get("eagle3-random"), 3, graph_mode=mode, spec=spec, **KERNELS)
     (alone,) = llm.generate([[5, 6]], params)
     others = [params.replace(seed=seed) for seed in (1, 2)]

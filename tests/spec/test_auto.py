@@ -25,6 +25,7 @@ PROMPTS = [[1, 9, 3], [5] * 20]
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model that a head comes with."""
     monkeypatch.setenv("STOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "_is_busy", lambda: False)
     target = str(write_target(tmp_path / "target"))
     head = write_head(tmp_path / "head", "eagle3", max_position=256)
     (head / shipped.LENGTHS).write_text(json.dumps({"tokens_per_step": [1.9, 2.7, 3.4]}))
@@ -107,6 +108,24 @@ def test_steps_are_measured_for_real(target: str, tmp_path: Path) -> None:
     assert stages.count("measuring whether drafts pay here") == len(times)
 
 
+def test_what_a_busy_machine_shows_is_not_kept(
+    target: str, timed: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("STOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(shipped.SHIPPED, target, tmp_path / "head")
+    seen: list[int] = []
+    monkeypatch.setattr(probe, "time_steps", lambda *_: (20.0, 10.0, 30.0, 40.0)[len(seen) % 4])
+    monkeypatch.setattr(probe, "_probe", lambda *given: seen.append(given[-1]) or given[0])
+    monkeypatch.setattr(probe.os, "cpu_count", lambda: 4)
+    options, model = make_options(target, {"device": "cpu"}), read_model_spec(Path(target))
+    for load, measured in ((3.5, 4), (3.5, 8), (2.5, 12), (3.5, 12)):
+        monkeypatch.setattr(probe.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        times = probe.step_times(options, model, tmp_path / "head", lambda _: None, None)
+        assert len(seen) == measured
+        assert times == [10.0, 30.0, 40.0, 40.0]
+
+
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"a": ["b"]}', '{"%s": [1.0]}'])
 def test_a_broken_store_is_made_anew(
     target: str, timed: Callable[..., list[int]], tmp_path: Path, content: str
@@ -137,7 +156,7 @@ def test_options_that_it_does_not_fit_win(target: str, timed: Callable[..., list
     llm = LLM(target, **SETTINGS, max_num_batched_tokens=2)
     assert llm.config.spec is None
     assert llm.config.draft_note.startswith("its head does not fit the other options")
-    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": 3}
+    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": drafter.GPU_DRAFTS}
     with pytest.raises(ConfigError, match="max_num_batched_tokens=2"):
         LLM(target, **SETTINGS, max_num_batched_tokens=2, speculative_config=asked)
     # With a head's layer the cache is a third larger: refused where it is made.
@@ -173,7 +192,10 @@ def test_a_model_without_a_head_has_no_drafts(target: str, tmp_path: Path) -> No
 
 def test_auto_in_words(target: str) -> None:
     head = str(shipped.SHIPPED[target])
-    assert spelled_out("auto", target) == {"model": head, "num_speculative_tokens": 3}
+    assert spelled_out("auto", target) == {
+        "model": head,
+        "num_speculative_tokens": drafter.GPU_DRAFTS,
+    }
     assert spelled_out(" Auto ", "elsewhere") is None
     for given in (None, "none", {"method": "ngram"}):
         assert spelled_out(given, target) == given
