@@ -67,8 +67,9 @@ def generate(
     elif beside_plain:
         del llm  # its memory is the next one's
         plain = start_llm(model, {**engine, "speculative_config": None})
-        _warm_up(plain, ready[0], sampling)
-        _print_gain(outputs, seconds, *_answer(plain, ready, sampling, shown, again=True))
+        undrafted = sampling.replace(num_speculative_tokens=None)
+        _warm_up(plain, ready[0], undrafted)
+        _print_gain(outputs, seconds, *_answer(plain, ready, undrafted, shown, again=True))
 
 
 def _answer(
@@ -92,7 +93,7 @@ def _warm_up(llm: Any, prompt: Any, sampling: SamplingParams) -> None:
         token_ids = llm.get_tokenizer().encode(prompt)
     else:
         token_ids = prompt["prompt_token_ids"]
-    brief = sampling.replace(max_tokens=WARM_TOKENS, min_tokens=0, n=1)
+    brief = sampling.replace(max_tokens=WARM_TOKENS, min_tokens=0, n=1, seed=0)
     llm.generate([token_ids[::-1]], brief, use_tqdm=False)
 
 

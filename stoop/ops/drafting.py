@@ -14,6 +14,7 @@ from torch import Tensor
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, token_rows
 from stoop.ops.kernels.choice import uses_kernels
 from stoop.ops.random import Purpose, gumbel_at
+from stoop.ops.sampling import DrawTensors, apply_min_p_, apply_top_k_top_p_, temper_
 
 
 def kernels() -> Any:
@@ -108,27 +109,31 @@ def draw_as_target(
     logits: Tensor,
     slots: SlotTensors,
     step: StepTensors,
-    temperature: Tensor,
-    seeds: Tensor,
+    how: DrawTensors,
     d2t: Tensor | None,
+    filters: bool,
 ) -> Tensor:
     """[n] int64: each row's next draft, drawn with the noise that will draw the target's token.
 
     Noise that favours a token favours it in both: the more alike their distributions are, the more
     often they pick the same. At temperature 0 it is the likeliest.
-    logits: [n, draft vocabulary] of the first n rows; temperature, seeds: by slot
+    logits: [n, draft vocabulary] of the first n rows, overwritten
+    filters: whether any row has min-p, top-k or top-p
     """
     if uses_kernels(logits):
-        return kernels().draw_as_target(logits, slots, step, temperature, seeds, d2t)
+        return kernels().draw_as_target(logits, slots, step, how, d2t, filters)
     slot = step.row_slots[: logits.shape[0]]
-    heat = temperature[slot]
-    tempered = logits / torch.where(heat > 0, heat.to(logits.dtype), 1.0)[:, None]
+    temperature = how.temperature[slot]
+    temper_(logits, temperature)
+    if filters:
+        apply_min_p_(logits, how.min_p[slot])
+        apply_top_k_top_p_(logits, how.top_k[slot], how.top_p[slot], logits.shape[1])
     places = slots.num_tokens[slot] + slots.num_drafts[slot]
     numbers = torch.arange(logits.shape[1], device=logits.device)
     if d2t is not None:
         numbers = numbers + d2t
-    noise = gumbel_at(seeds[slot], places, Purpose.SAMPLE, numbers)
-    return (tempered + noise * (heat > 0)[:, None]).argmax(dim=1)
+    noise = gumbel_at(how.seeds[slot], places, Purpose.SAMPLE, numbers)
+    return (logits + noise * (temperature > 0)[:, None]).argmax(dim=1)
 
 
 def commit_draft(

@@ -1,7 +1,8 @@
 """Random numbers without state: Philox-4x32-10, keyed by (seed, purpose, position).
 
 A number depends on its key and place alone, so it is the same in any batch, after a preemption and
-on any device. Each purpose has a stream of its own, and no number serves two purposes.
+on any device. Each purpose has a stream of its own, and no number serves two purposes: what draws
+a token draws its coupled draft too, on purpose, and no text depends on that.
 """
 
 from enum import IntEnum
@@ -21,7 +22,7 @@ _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
 class Purpose(IntEnum):
     """Streams. The numbers are part of what a seed means: never change one."""
 
-    SAMPLE = 0  # a token of the target's distribution
+    SAMPLE = 0  # a token of the target's distribution, and what a coupled head drafts for it
     DRAFT = 1
     ACCEPT = 2
     RESAMPLE = 3

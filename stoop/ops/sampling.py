@@ -127,6 +127,17 @@ def apply_top_k_top_p_(logits: Tensor, top_k: Tensor, top_p: Tensor, width: int)
     logits.masked_fill_(~(kept | unfiltered), NEVER)
 
 
+@dataclass(frozen=True)
+class DrawTensors:
+    """What shapes a draw beside the logits, by slot."""
+
+    temperature: Tensor  # [slots + 1] float32; 0: the likeliest
+    seeds: Tensor  # [slots + 1] int64
+    min_p: Tensor  # [slots + 1] float32
+    top_k: Tensor  # [slots + 1] int64
+    top_p: Tensor  # [slots + 1] float32
+
+
 def draw(
     logits: Tensor,
     temperature: Tensor,

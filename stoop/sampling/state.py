@@ -14,6 +14,7 @@ from stoop.core.sampling_params import (
     MAX_STOP_IDS,
 )
 from stoop.ops.inputs import StopTensors
+from stoop.ops.sampling import DrawTensors
 
 # A word counts twice: as it is and with a space before it.
 _BAD_WORD_ROWS = 2 * MAX_BAD_WORDS
@@ -41,6 +42,10 @@ class SamplingState:
     @property
     def stops(self) -> StopTensors:
         return StopTensors(self.min_tokens, self.stop_counts, self.stop_ids)
+
+    @property
+    def draw(self) -> DrawTensors:
+        return DrawTensors(self.temperature, self.seeds, self.min_p, self.top_k, self.top_p)
 
     @staticmethod
     def make(num_slots: int, device: torch.device) -> "SamplingState":

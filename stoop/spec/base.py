@@ -9,7 +9,7 @@ from stoop.attention.base import AttentionBackend
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
-from stoop.graph.descriptor import BatchExecutionDescriptor
+from stoop.graph.descriptor import BatchExecutionDescriptor, SamplingKind
 from stoop.graph.manager import (
     CapturedAttentionState,
     CudaGraphManager,
@@ -45,7 +45,7 @@ class DraftStep:
     batch: InputBatch
     descriptor: BatchExecutionDescriptor
     metadata: Any  # of the target's attention
-    noise: bool  # whether any row draws its drafts
+    sampling: SamplingKind  # the least that serves all rows, or what a graph holds
 
 
 class Speculator(Protocol):

@@ -17,7 +17,7 @@ from stoop.attention.base import ForwardContext, PagedContext
 from stoop.attention.breaking import BreakingContext
 from stoop.batch.input_batch import InputBatch
 from stoop.checkpoint.report import Report
-from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode, SamplingKind
 from stoop.graph.manager import (
     CapturedAttentionState,
     CudaGraphManager,
@@ -114,7 +114,7 @@ class EagleSpeculator:
 
     # ---- phases ----
 
-    def prefill(self, batch: InputBatch, context: ForwardContext, noise: bool) -> None:
+    def prefill(self, batch: InputBatch, context: ForwardContext, kind: SamplingKind) -> None:
         """P: the head over all of the step's positions; draft 1."""
         self._prepare_eagle_inputs()
         token_ids = self.prefill_inputs.token_ids[: batch.num_tokens_padded]
@@ -122,14 +122,14 @@ class EagleSpeculator:
         stream = self.head(token_ids, features, batch.positions, context)
         last = self.prefill_inputs.last_token_indices[: batch.num_reqs_padded]
         # Into all of the buffer: a draft decode may take more rows.
-        self._draft(self.head.take(stream, last, self.features), noise)
+        self._draft(self.head.take(stream, last, self.features), kind)
 
-    def decode(self, batch: InputBatch, context: ForwardContext, noise: bool) -> None:
+    def decode(self, batch: InputBatch, context: ForwardContext, kind: SamplingKind) -> None:
         """D: one more draft for each row that has room."""
         self._prepare_decode_inputs()
         features = self.features[: batch.num_reqs_padded]
         stream = self.head(batch.input_ids, features, batch.positions, context)
-        self._draft(self.head.take(stream, None, features), noise)
+        self._draft(self.head.take(stream, None, features), kind)
 
     def _prepare_eagle_inputs(self) -> None:
         """Every buffer over its whole extent, with harmless values past the live part."""
@@ -153,18 +153,17 @@ class EagleSpeculator:
             return self.setup.hidden[:num_tokens]
         return self.head.condense(self.setup.taps[:num_tokens])
 
-    def _draft(self, states: Tensor, noise: bool) -> None:
+    def _draft(self, states: Tensor, kind: SamplingKind) -> None:
         """One draft for each of the first n rows. states: [n, hidden_size]"""
         logits = self.head.logits(states)
-        if noise and self.setup.draft_logits is not None:
+        drawn = kind is not SamplingKind.GREEDY
+        if drawn and self.setup.draft_logits is not None:
             self._draw_draft(logits, self.setup.draft_logits)
             return
         slots, step, room = self.setup.slots, self.setup.buffers.step, self.prefill_inputs.room
-        if noise and self.coupled:
-            sampling = self.setup.sampling
-            picked = ops.draw_as_target(
-                logits, slots, step, sampling.temperature, sampling.seeds, self.head.d2t
-            )
+        if drawn and self.coupled:
+            how, filters = self.setup.sampling.draw, kind is SamplingKind.FULL
+            picked = ops.draw_as_target(logits, slots, step, how, self.head.d2t, filters)
         else:
             picked = greedy(logits)
         ops.commit_draft(slots, step, room, picked, self.head.d2t)
@@ -212,17 +211,18 @@ class EagleSpeculator:
             assert self.prefill_graphs is not None
             self.prefill_graphs.replay(step.descriptor, context)
         else:
-            self.prefill(batch, context, step.noise or self._captured_prefill(step))
+            captured = self._captured_prefill(step)
+            self.prefill(batch, context, SamplingKind.FULL if captured else step.sampling)
 
     def _decode_all(self, step: DraftStep, replay: bool) -> None:
         descriptor = self._decode_descriptor(step)
         if replay and descriptor.mode is RunMode.FULL:
             self._replay_decodes(step.batch, descriptor)
             return
-        noise = step.noise or descriptor.mode is RunMode.FULL
+        kind = SamplingKind.FULL if descriptor.mode is RunMode.FULL else step.sampling
         for number in range(1, self.num_tokens):
             batch, metadata = self._build_draft_attn_metadata(step.batch, number, descriptor)
-            self.decode(batch, self._draft_context(batch, metadata), noise)
+            self.decode(batch, self._draft_context(batch, metadata), kind)
 
     def _replay_decodes(self, target: InputBatch, descriptor: BatchExecutionDescriptor) -> None:
         """All at once where metadata follows on the device, else one by one, each planned anew."""
@@ -330,9 +330,9 @@ class EagleSpeculator:
         return self._padded_state(descriptor.num_reqs)
 
     def draft_in_step_graph(self, step: DraftStep, state: CapturedAttentionState | None) -> None:
-        self.prefill(step.batch, self._context(step.batch, step.metadata), step.noise)
+        self.prefill(step.batch, self._context(step.batch, step.metadata), step.sampling)
         if state is not None:
-            self._run_all_decodes(state, step.noise)
+            self._run_all_decodes(state, step.sampling)
 
     def refresh(self, batch: InputBatch) -> None:
         if self.in_step_graph and self.num_tokens > 1:
@@ -347,7 +347,7 @@ class EagleSpeculator:
         graphs = self.prefill_graphs
         if descriptor.mode is RunMode.PIECEWISE and graphs is not None and graphs.capturing:
             context = BreakingContext(graphs.backend)
-        self.prefill(batch, context, noise=True)
+        self.prefill(batch, context, SamplingKind.FULL)
 
     def _prepare_decode(self, descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
         """A batch of nothing but padding, and fresh metadata for it."""
@@ -369,13 +369,14 @@ class EagleSpeculator:
         self, descriptor: BatchExecutionDescriptor, state: CapturedAttentionState
     ) -> None:
         if self.advances:
-            self._run_all_decodes(state, noise=True)
+            self._run_all_decodes(state, SamplingKind.FULL)
         else:
-            self.decode(state.batch, self._draft_context(state.batch, state.metadata), noise=True)
+            context = self._draft_context(state.batch, state.metadata)
+            self.decode(state.batch, context, SamplingKind.FULL)
 
-    def _run_all_decodes(self, state: CapturedAttentionState, noise: bool) -> None:
+    def _run_all_decodes(self, state: CapturedAttentionState, kind: SamplingKind) -> None:
         for number in range(1, self.num_tokens):
             if number > 1:
                 assert self.setup.draft_backend.advance is not None
                 self.setup.draft_backend.advance(state.metadata)
-            self.decode(state.batch, self._draft_context(state.batch, state.metadata), noise)
+            self.decode(state.batch, self._draft_context(state.batch, state.metadata), kind)

@@ -93,5 +93,5 @@ class StepGraphs:
         runner.verify(batch, needs, self.max_model_len, runner.query_len)
         runner.update()
         if runner.speculator is not None:
-            step = DraftStep(batch, descriptor, state.metadata, needs.noise)
+            step = DraftStep(batch, descriptor, state.metadata, needs.kind)
             runner.speculator.draft_in_step_graph(step, state.draft)

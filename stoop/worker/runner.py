@@ -58,9 +58,8 @@ class Step:
 
     def as_drafted(self) -> DraftStep:
         """As the drafter sees it; a graph of the whole step draws by kind, not by need."""
-        kind = self.descriptor.sampling
-        noise = self.needs.noise if kind is None else SamplingNeeds.of_kind(kind).noise
-        return DraftStep(self.batch, self.descriptor, self.metadata, noise)
+        kind = self.descriptor.sampling or self.needs.kind
+        return DraftStep(self.batch, self.descriptor, self.metadata, kind)
 
 
 @dataclass(frozen=True)
@@ -358,7 +357,7 @@ class ModelRunner:
         self.verify(batch, needs, schedule.max_model_len, self.query_len)
         if self.speculator is not None:
             descriptor = BatchExecutionDescriptor(RunMode.NONE, batch.num_tokens, max_reqs)
-            self.speculator.propose(DraftStep(batch, descriptor, metadata, noise=True))
+            self.speculator.propose(DraftStep(batch, descriptor, metadata, SamplingKind.FULL))
 
 
 def follow_measured_products(device: torch.device) -> None:

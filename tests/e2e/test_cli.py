@@ -84,6 +84,15 @@ def test_generate_beside_plain(text_model: Path) -> None:
     assert refused.returncode == 2 and "leave out --json" in refused.stderr
 
 
+def test_beside_plain_changes_no_answer(text_model: Path) -> None:
+    """Neither engine's first use nor drafts of the other kind take part in it."""
+    args = ["--prompt", "hello", "--max-tokens", "8", "--temperature", "1", *QUICK, *NGRAM]
+    args += ["--num-speculative-tokens", "1", "--ignore-eos"]
+    compared = run("generate", str(text_model), *args, "--beside-plain")
+    assert compared.returncode == 0 and "the same answer" in compared.stderr, compared.stderr
+    assert compared.stdout == run("generate", str(text_model), *args).stdout
+
+
 def test_generate_json_is_json(text_model: Path) -> None:
     args = ["-p", "hello", "-p", "other", "-n", "2", "--temperature", "1", "--seed", "3", "--json"]
     done = run("generate", str(text_model), *args, "--logprobs", "1", "--max-tokens", "4", *QUICK)
@@ -274,7 +283,7 @@ def test_check_refuses_unknown_modes() -> None:
 
 
 def test_compare_needs_a_drafter() -> None:
-    done = run("compare", "smollm2-135m")
+    done = run("compare", "smollm2-135m", "-sc", "none")
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "error: compare needs a drafter to compare with: give one with -sc"

@@ -80,7 +80,8 @@ def test_draws_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [12288, 32000, 49152])
 def test_coupled_drafts_are_what_the_target_draws(size: int) -> None:
     """Of logits that are nowhere else, whatever the draft vocabulary leaves out."""
-    from stoop.ops.kernels import sampling as kernels
+    from stoop.ops.kernels import sampling
+    from stoop.ops.kernels.drafting import draw_as_target_
 
     logits = some_logits(size, 64)
     generator = torch.Generator().manual_seed(size)
@@ -89,13 +90,15 @@ def test_coupled_drafts_are_what_the_target_draws(size: int) -> None:
     temperature = torch.arange(64, device="cuda") % 3 / 2.0
     seeds, places = seeds_and_places(64)
     slot = torch.arange(63, -1, -1, device="cuda")
-    found = kernels.draw_as_target(
-        logits, temperature, seeds, places - 2, places * 0 + 2, d2t, slot
+    packed, found = sampling.draw_buffers(logits)
+    drafts = torch.full_like(places, 2)
+    draw_as_target_(
+        logits, temperature, seeds, places - drafts, drafts, d2t, slot, True, packed, found
     )
     target = torch.full((64, 60_000), NEVER, device="cuda")
     target[:, ids] = logits
     given = (temperature[slot], seeds[slot], places[slot])
-    wanted = kernels.draw(target, *given, tempers=True)
+    wanted = sampling.draw(target, *given, tempers=True)
     assert torch.equal(found + d2t[found], wanted)
 
 

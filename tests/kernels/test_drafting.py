@@ -1,5 +1,6 @@
 """Drafting against torch, over random slot state and poisoned buffers."""
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from kernels.test_inputs import (
 from stoop.ops import drafting as reference
 from stoop.ops.drafting import PrefillTensors
 from stoop.ops.inputs import RowTensors, StepTensors
+from stoop.ops.sampling import DrawTensors
 
 # The interpreter's: an old way to call numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -134,17 +136,21 @@ def test_draft_draw_equals_torch(seed: int) -> None:
     case, _ = drafting_case(rng)
     count = rng.randint(max(case.num_live, 1), case.max_reqs)
     num_slots = case.slots.num_tokens.shape[0]
-    temperature = torch.tensor([rng.choice((0.0, 0.6, 1.0)) for _ in range(num_slots)])
+
+    def each(*values: float) -> Tensor:
+        return torch.tensor([rng.choice(values) for _ in range(num_slots)])
+
     seeds = torch.tensor([rng.getrandbits(63) for _ in range(num_slots)])
+    limits = (each(0.0, 0.1), each(0, 1, 5).long(), each(1.0, 0.5))
+    how = DrawTensors(each(0.0, 0.6, 1.0), seeds, *limits)
     size = rng.choice((7, 300, 4097))  # of more than one part
     d2t = torch.tensor(sorted(rng.sample(range(2 * size), size))) - torch.arange(size)
     logits = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
-    for dtype in (torch.float32, torch.bfloat16):
-        for offsets in (None, d2t):
-            given = (logits.to(dtype), case.slots, case.step, temperature, seeds, offsets)
-            found = kernels.draw_as_target(*given)
-            wanted = reference.draw_as_target(given[0].float(), *given[1:])
-            assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    for offsets, filters in itertools.product((None, d2t), (False, True)):
+        given = (case.slots, case.step, how, offsets, filters)
+        found = kernels.draw_as_target(logits.clone(), *given)
+        wanted = reference.draw_as_target(logits.clone(), *given)
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
 @pytest.mark.interpreted
@@ -227,8 +233,9 @@ def test_drafting_compiles_for_an_h200(num_drafts: int) -> None:
         for d2t in (None, room.clone()):
             kernels.commit_draft(slots, step, room, room.clone(), d2t)
         kernels.look_up_ngrams(slots, step, room, (3, 5), num_drafts)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            logits, floats = torch.zeros(4, 12288, dtype=dtype), torch.zeros(8)
-            for d2t in (None, torch.zeros(12288, dtype=torch.int64)):
-                kernels.draw_as_target(logits, slots, step, floats, room, d2t)
-    check_compiled(found, 6 + 12)
+        logits, floats = torch.zeros(4, 12288), torch.zeros(8)
+        how = DrawTensors(floats, room, floats, room, floats)
+        for d2t in (None, torch.zeros(12288, dtype=torch.int64)):
+            for filters in (False, True):
+                kernels.draw_as_target(logits, slots, step, how, d2t, filters)
+    check_compiled(found, 6 + 2 * (2 + 2 + 5))

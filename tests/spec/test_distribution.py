@@ -281,8 +281,21 @@ def test_coupled_drafts_stand_more_often_than_the_likeliest(models: Models, meth
     likeliest = shares(models, Setting(method, "greedy", **STEP), PLAIN)
     drawn = shares(models, Setting(method, "probabilistic", **STEP), PLAIN)
     assert np.all(coupled > likeliest) and coupled.sum() > likeliest.sum() + 0.1
-    # No way to pick a draft before the target's token is known does better than the ratio test.
+    # No draw from the head's distribution does better than the ratio test.
     assert np.all(coupled < drawn + 0.03)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.6}])
+def test_coupled_drafts_are_filtered_as_the_target(
+    models: Models, filters: dict[str, Any], monkeypatch: Patch
+) -> None:
+    """Else a target that filters leave little choice would meet drafts that anything may be."""
+    params, setting = options(1.5, **filters), Setting("eagle", "coupled", **STEP)
+    coupled = shares(models, setting, params).sum()
+    assert coupled > shares(models, Setting("eagle", "greedy", **STEP), params).sum() - 0.02
+    for name in ("apply_min_p_", "apply_top_k_top_p_"):
+        monkeypatch.setattr(drafting, name, lambda *_: None)
+    assert shares(models, setting, params).sum() < coupled - 0.05
 
 
 def pick_with_the_noise_of(place: int, purpose: Purpose, maps: bool) -> Callable[[Patch], None]:

@@ -34,8 +34,13 @@ from stoop.ops.drafting import (
     prepare_draft_prefill,
 )
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, commit_tokens
-from stoop.ops.random import Purpose, gumbel, gumbel_at
-from stoop.ops.sampling import draw, temper_
+from stoop.ops.sampling import (
+    DrawTensors,
+    apply_min_p_,
+    apply_top_k_top_p_,
+    draw,
+    temper_,
+)
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 SEEDS = st.integers(0, 2**32)
@@ -366,35 +371,80 @@ def test_lookup_of_small_texts(text: list[int], sizes: tuple[int, int], drafts: 
 # ---- drafts drawn with the target's noise ----
 
 
-def coupled_case(rng: random.Random) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A step with some drafts already; temperatures, seeds, and logits of all its rows."""
-    step = verified_step(rng)
-    generator = torch.Generator().manual_seed(rng.getrandbits(32))
-    count = step.slots.num_tokens.shape[0]
-    step.slots.num_drafts.copy_(torch.randint(0, 3, (count,), generator=generator))
-    temperature = torch.tensor([rng.choice((0.0, 0.5, 1.0, 1.7)) for _ in range(count)])
-    seeds = torch.randint(-(2**62), 2**62, (count,), generator=generator)
-    return step, temperature, seeds, torch.randn(len(step.rows), 40, generator=generator)
+@dataclass
+class Coupled:
+    """A step with some drafts already, and what draws the next ones of all its rows."""
+
+    step: Step
+    how: DrawTensors
+    logits: torch.Tensor  # [rows, 40]
+    ids: torch.Tensor  # [40] of 160: the target's numbers
+
+    @staticmethod
+    def make(rng: random.Random) -> "Coupled":
+        step = verified_step(rng)
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
+        count = step.slots.num_tokens.shape[0]
+        step.slots.num_drafts.copy_(torch.randint(0, 3, (count,), generator=generator))
+
+        def each(*values: float) -> torch.Tensor:
+            return torch.tensor([rng.choice(values) for _ in range(count)])
+
+        how = DrawTensors(
+            temperature=each(0.0, 0.5, 1.0, 1.7),
+            seeds=torch.randint(-(2**62), 2**62, (count,), generator=generator),
+            min_p=each(0.0, 0.0, 0.1),
+            top_k=each(0, 0, 1, 5).long(),
+            top_p=each(1.0, 1.0, 0.3, 0.9),
+        )
+        logits = torch.randn(len(step.rows), 40, generator=generator)
+        return Coupled(step, how, logits, torch.tensor(sorted(rng.sample(range(160), 40))))
+
+    @property
+    def slot(self) -> torch.Tensor:
+        return self.step.buffers.step.row_slots[: len(self.step.rows)]
+
+    def draw(self, filters: bool) -> torch.Tensor:
+        """Drafts, numbered as the target does."""
+        d2t = self.ids - torch.arange(40)
+        step = self.step
+        found = draw_as_target(
+            self.logits.clone(), step.slots, step.buffers.step, self.how, d2t, filters
+        )
+        return found + d2t[found]
+
+    def target_draws(self, filters: bool) -> torch.Tensor:
+        """By a target that has the same logits, and none elsewhere."""
+        slot, how = self.slot, self.how
+        full = torch.full((len(self.step.rows), 160), float("-inf"))
+        full[:, self.ids] = self.logits
+        temper_(full, how.temperature[slot])
+        if filters:
+            apply_min_p_(full, how.min_p[slot])
+            apply_top_k_top_p_(full, how.top_k[slot], how.top_p[slot], 160)
+        places = self.step.slots.num_tokens[slot] + self.step.slots.num_drafts[slot]
+        return draw(full, how.temperature[slot], how.seeds[slot], places)
 
 
+@pytest.mark.parametrize("filters", [False, True])
 @SETTINGS
-@given(SEEDS)
-def test_a_head_that_is_the_target_drafts_what_the_target_draws(seed: int) -> None:
+@given(seed=SEEDS)
+def test_a_head_that_is_the_target_drafts_what_the_target_draws(seed: int, filters: bool) -> None:
     """Token for token, at any temperature, with a vocabulary of its own."""
-    rng = random.Random(seed)
-    step, temperature, seeds, logits = coupled_case(rng)
-    ids = torch.tensor(sorted(rng.sample(range(160), 40)))
-    d2t = ids - torch.arange(40)
-    slot = step.buffers.step.row_slots[: len(step.rows)]
-    full = torch.full((len(step.rows), 160), float("-inf"))
-    full[:, ids] = logits
-    temper_(full, temperature[slot])
-    places = step.slots.num_tokens[slot] + step.slots.num_drafts[slot]
-    wanted = draw(full, temperature[slot], seeds[slot], places)
-    found = draw_as_target(logits, step.slots, step.buffers.step, temperature, seeds, d2t)
-    assert torch.equal(found + d2t[found], wanted)
-    everything = draw_as_target(full, step.slots, step.buffers.step, temperature * 0, seeds, None)
-    assert torch.equal(everything, full.argmax(dim=1))
+    case = Coupled.make(random.Random(seed))
+    assert torch.equal(case.draw(filters), case.target_draws(filters))
+
+
+def test_coupled_drafts_are_the_likeliest_where_nothing_is_drawn() -> None:
+    others = 0
+    for seed in range(20):
+        case = Coupled.make(random.Random(seed))
+        likeliest = case.ids[case.logits.argmax(dim=1)]
+        others += int((case.draw(filters=True) != likeliest).sum())
+        ones = torch.ones_like(case.how.top_k)
+        for how in (replace(case.how, temperature=ones * 0.0), replace(case.how, top_k=ones)):
+            assert torch.equal(replace(case, how=how).draw(filters=True), likeliest)
+    assert others > 10
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -406,10 +456,18 @@ def test_coupled_drafts_stand_as_often_as_theory_says(seed: int) -> None:
     worst = torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(dim=1)
     chance, distance = float((1 / worst).sum()), float((p - q).abs().sum() / 2)
     assert (1 - distance) / (1 + distance) < chance < 1 - distance
-    count = 40_000
-    places, seeds = torch.arange(count) % 5, torch.arange(count)
-    noise = [gumbel(seeds, places, Purpose.SAMPLE, 7)]
-    noise.append(gumbel_at(seeds, places, Purpose.SAMPLE, torch.arange(7)))
-    picks = [(each + how).argmax(dim=1) for each, how in zip((target, own), noise, strict=True)]
-    share = float((picks[0] == picks[1]).float().mean())
-    assert abs(share - chance) < 4 * (chance * (1 - chance) / count) ** 0.5
+    step = verified_step(random.Random(seed))
+    rounds, rows = 10_000, len(step.rows)
+    slot = step.buffers.step.row_slots[:rows]
+    ones = torch.ones_like(step.slots.num_tokens)
+    equal = torch.zeros(rows)
+    for number in range(rounds):
+        seeds = ones * number + torch.arange(len(ones)) * rounds
+        how = DrawTensors(ones * 1.0, seeds, ones * 0.0, ones * 0, ones * 1.0)
+        drafts = draw_as_target(
+            own.expand(rows, -1).clone(), step.slots, step.buffers.step, how, None, False
+        )
+        places = step.slots.num_tokens[slot] + step.slots.num_drafts[slot]
+        equal += drafts == draw(target.expand(rows, -1), how.temperature[slot], seeds[slot], places)
+    for share in (equal / rounds).tolist():
+        assert abs(share - chance) < 4.5 * (chance * (1 - chance) / rounds) ** 0.5

@@ -114,7 +114,7 @@ def width(parts: int) -> int:
 @register("argmax_(Tensor logits, Tensor(a!) packed, Tensor(b!) out) -> ()")
 def argmax_(logits: Tensor, packed: Tensor, out: Tensor) -> None:
     """logits: [n, vocab_size]; packed: [n, num_parts] int64, scratch; out: [n] int64"""
-    _reduce(logits, (None,) * 6, packed, out, -1, False)
+    reduce(logits, (None,) * 6, packed, out, -1, False)
 
 
 @register(
@@ -133,29 +133,10 @@ def draw_(
     out: Tensor,
 ) -> None:
     noise = (slot, temperature, seeds, positions, None, None)
-    _reduce(logits, noise, packed, out, purpose, tempers)
+    reduce(logits, noise, packed, out, purpose, tempers)
 
 
-@register(
-    "draw_as_target_(Tensor logits, Tensor temperature, Tensor seeds, Tensor num_tokens, "
-    "Tensor num_drafts, Tensor? d2t, Tensor slot, Tensor(a!) packed, Tensor(b!) out) -> ()"
-)
-def draw_as_target_(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    num_tokens: Tensor,
-    num_drafts: Tensor,
-    d2t: Tensor | None,
-    slot: Tensor,
-    packed: Tensor,
-    out: Tensor,
-) -> None:
-    noise = (slot, temperature, seeds, num_tokens, num_drafts, d2t)
-    _reduce(logits, noise, packed, out, int(Purpose.SAMPLE), True)
-
-
-def _reduce(
+def reduce(
     logits: Tensor,
     noise: tuple[Tensor | None, ...],
     packed: Tensor,
@@ -174,7 +155,7 @@ def _reduce(
 
 def argmax(logits: Tensor) -> Tensor:
     """[n] int64: as torch's, the first of equal ones; the first NaN if there is one."""
-    packed, out = _buffers(logits)
+    packed, out = draw_buffers(logits)
     argmax_(logits, packed, out)
     return out
 
@@ -193,28 +174,12 @@ def draw(
     positions: [n], always by row
     tempers: divide by the temperature here; otherwise the logits are tempered already
     """
-    packed, out = _buffers(logits)
+    packed, out = draw_buffers(logits)
     draw_(logits, temperature, seeds, positions, slot, int(purpose), tempers, packed, out)
     return out
 
 
-def draw_as_target(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    num_tokens: Tensor,
-    num_drafts: Tensor,
-    d2t: Tensor | None,
-    slot: Tensor,
-) -> Tensor:
-    """[n] int64: a draw from softmax(logits / temperature), with the noise that draws the target's
-    token behind `num_tokens` and `num_drafts`; what is not [n] is by slot."""
-    packed, out = _buffers(logits)
-    draw_as_target_(logits, temperature, seeds, num_tokens, num_drafts, d2t, slot, packed, out)
-    return out
-
-
-def _buffers(logits: Tensor) -> tuple[Tensor, Tensor]:
+def draw_buffers(logits: Tensor) -> tuple[Tensor, Tensor]:
     assert logits.stride(1) == 1
     n, vocab_size = logits.shape
     packed = torch.empty(n, num_parts(vocab_size), dtype=torch.int64, device=logits.device)
