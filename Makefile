@@ -5,7 +5,7 @@
 # make clean  remove the environment; the model cache stays
 
 PYTHON ?= python3
-PROMPT ?= Why is the sky blue? Answer in two sentences.
+PROMPT ?= Give me three tips for learning a language.
 export PROMPT := $(value PROMPT)
 VENV := .venv
 DIST := loadfile

@@ -63,6 +63,7 @@ def answers(llm: LLM) -> list[list[int]]:
         ([10, 30, 50, 70], [1.9, 2.7, 3.4], (0, 19 / 30)),
         ([10, 10, 10, 10], [1.04, 1.04, 1.04], (0, 1.04)),  # too little to be worth it
         ([10, 11, 12, 13], [1.9, 2.7], (2, 27 / 12)),  # known for fewer drafts
+        ([10, 12, 16, 20], [1.8, 2.4, 3.1], (1, 18 / 12)),  # 1.55 with 3, hardly better
     ],
 )
 def test_the_fastest_number_of_drafts_is_chosen(
