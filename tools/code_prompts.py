@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import random
+import signal
 import string
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -303,6 +304,7 @@ def main() -> None:
     parser.add_argument("--library", type=int, default=4000, help="at most so many; default: 4000")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the first lines only may do so
     draw = random.Random(options.seed)
     found = dict.fromkeys(exercises(options.exercises, draw))
     found |= dict.fromkeys(islice(library(draw), options.library))

@@ -67,6 +67,8 @@ def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
         )
         positions = rows[-1].run.counts.acceptance_rates
         rates.plot(range(1, len(positions) + 1), positions, "o-", label=label)
+    for axes in (lengths, rates):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     lengths.set(xlabel="K", ylabel="tokens a step")
     rates.set(xlabel=f"draft, K = {report.rows[-1].k}", ylabel="share that stands", ylim=(0, 1))
     lengths.legend()

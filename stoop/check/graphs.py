@@ -106,10 +106,15 @@ def tiny_model(engine: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield str(folder), engine
 
 
-def make_workloads(block_size: int) -> list[Workload]:
-    """Every live size, lengths around block boundaries, a long prompt before small batches."""
+def make_workloads(block_size: int, num_drafts: int) -> list[Workload]:
+    """Every live size, lengths around block boundaries, a long prompt before small batches.
+
+    Prompts take up to three steps to arrive; the first ones are not at their end by then, whatever
+    is accepted.
+    """
     greedy = SamplingParams(temperature=0, max_tokens=block_size + 3, ignore_eos=True)
-    drawn = SamplingParams(temperature=0.9, seed=1, max_tokens=4, ignore_eos=True)
+    lasting = 4 + 3 * num_drafts
+    drawn = SamplingParams(temperature=0.9, seed=1, max_tokens=lasting, ignore_eos=True)
     filtered = drawn.replace(top_p=0.9, top_k=20, frequency_penalty=0.5, logit_bias={3: 1.0})
     edges = (block_size - 1, block_size, block_size + 1, 1, 2 * block_size, 2 * block_size + 1)
     found = [Workload("a long prompt", (MAX_LEN - block_size - 8, 3), greedy)]
@@ -129,7 +134,8 @@ def run_checks(
     report: Report,
 ) -> Iterator[Case]:
     """One case after another, each on an engine of its own; None: every backend of the device."""
-    engine = {**engine, "speculative_config": spelled_out(engine.get("speculative_config"), folder)}
+    where, asked = find_device(engine.get("device", "auto")), engine.get("speculative_config")
+    engine = {**engine, "speculative_config": spelled_out(asked, folder, where)}
     options = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_REQS,
@@ -141,7 +147,7 @@ def run_checks(
     }
     block_size = options.get("block_size") or EngineOptions.block_size
     options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)
-    workloads = make_workloads(block_size)
+    workloads = make_workloads(block_size, _num_drafts(engine))
     report("checking eager steps", 0, None)
     eager = LLM(folder, **{k: v for k, v in options.items() if k != "capture_sizes"})
     device = eager.config.device

@@ -64,8 +64,8 @@ def _hub_problem(name: str, revision: str | None, error: Exception) -> FetchErro
         return FetchError(f"{name} has no revision {revision!r} on the hub: check the revision")
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return FetchError(
-            f"{name} is not in the hub cache and the hub cannot be reached: check the network, "
-            "or give a local folder"
+            f"{name} is no folder here, it is not in the hub cache, and the hub cannot be reached: "
+            "check the path, or the network"
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return FetchError(

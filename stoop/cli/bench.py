@@ -337,8 +337,8 @@ def acceptance(
     proposed = str(drafter.pop("num_speculative_tokens", ""))
     ks, timed = _drafts(k), () if speed_k == "none" else _drafts(speed_k or proposed)
     temperatures = _temperatures(temperature)
-    for flag, path in (("--plot", plot), ("--out", out)):
-        _check_file(flag, path)
+    _check_file("--plot", plot, needs="matplotlib")
+    _check_file("--out", out)
     asked = _read_questions(model, questions, limit, raw, engine)
 
     def start(k: int, batch: int) -> "LLM":
@@ -357,8 +357,10 @@ def _drafter(engine: dict[str, Any], model: str) -> dict[str, Any]:
     """What -sc says, checked."""
     from stoop.config.speculation import parse_speculation
     from stoop.engine.drafter import spelled_out
+    from stoop.worker.device import find_device
 
-    given = parse_speculation(spelled_out(engine["speculative_config"], model))
+    device = find_device(engine["device"])
+    given = parse_speculation(spelled_out(engine["speculative_config"], model, device))
     if given is None:
         raise ConfigError("acceptance needs a drafter: give one with -sc")
     return {name: value for name, value in asdict(given).items() if value is not None}
@@ -401,12 +403,14 @@ def _read_questions(
     return encode_questions(found, tokenizer, raw)
 
 
-def _check_file(flag: str, path: Path | None) -> None:
-    """That it can be written, before there is something to write."""
+def _check_file(flag: str, path: Path | None, needs: str | None = None) -> None:
+    """That it can be written, before there is something to write. needs: a library"""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: its folder does not exist, make it first")
     if path is not None and path.is_dir():
         raise ConfigError(f"{flag} {path} is a folder: name a file")
+    if path is not None and needs is not None and importlib.util.find_spec(needs) is None:
+        raise ConfigError(f"{flag} needs {needs}: pip install 'stoop[train]', or leave it out")
 
 
 def _say(line: str) -> None:

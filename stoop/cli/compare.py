@@ -40,8 +40,9 @@ def compare(
     from stoop.check.answers import check_answers
     from stoop.config.speculation import parse_speculation
     from stoop.engine.drafter import spelled_out
+    from stoop.worker.device import find_device
 
-    drafter = spelled_out(engine["speculative_config"], model)
+    drafter = spelled_out(engine["speculative_config"], model, find_device(engine["device"]))
     if parse_speculation(drafter) is None:
         raise ConfigError("compare needs a drafter to compare with: give one with -sc")
     engine = {**engine, "speculative_config": drafter}

@@ -19,7 +19,7 @@ from stoop.config.speculation import (
     parse_speculation,
     settle_speculation,
 )
-from stoop.engine.probe import Build, step_times
+from stoop.engine.probe import MAX_DRAFTS, Build, step_times
 from stoop.models.head_config import proposed_drafts, read_head_spec
 
 GPU_DRAFTS = 4  # the fastest of 2, 3 and 4 for one request on an H200
@@ -33,13 +33,14 @@ class Drafter:
     note: str = ""  # of a choice that nobody spelled out: why
 
 
-def spelled_out(given: Any, model: str) -> Any:
+def spelled_out(given: Any, model: str, device: str) -> Any:
     """What "auto" stands for, for whoever wants the head that comes with a model even if it does
     not pay; None if there is no such head."""
     if not asks_for_auto(given):
         return given
     folder = shipped_head(model)
-    return folder and {"model": str(folder), "num_speculative_tokens": GPU_DRAFTS}
+    most = MAX_DRAFTS if device == "cpu" else GPU_DRAFTS
+    return folder and {"model": str(folder), "num_speculative_tokens": most}
 
 
 def find_drafter(
@@ -54,11 +55,14 @@ def find_drafter(
     num_drafts, note = GPU_DRAFTS, "the head that comes with the model"
     if device == "cpu":
         times = step_times(options, model, folder, build, report)
-        num_drafts, gain = choose_drafts(times, acceptance_lengths(folder))
+        lengths = acceptance_lengths(folder)
+        num_drafts, gain = choose_drafts(times, lengths)
         if num_drafts == 0:
             return Drafter(None, f"its head makes it no faster here ({gain:.2f}x at best)")
-        note += f", {gain:.2f}x as fast here by {times[num_drafts]:.0f} ms a step beside "
-        note += f"{times[0]:.0f}"
+        note += (
+            f": a step takes {times[num_drafts]:.0f} ms here instead of {times[0]:.0f} and yields "
+        )
+        note += f"{lengths[num_drafts - 1]:.1f} tokens, greedy, on benchmarks"
     wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
     return Drafter(_settle(wanted, options, model, report), note)
 

@@ -121,7 +121,9 @@ def draw_as_target(
     filters: whether any row has min-p, top-k or top-p
     """
     if uses_kernels(logits):
-        return kernels().draw_as_target(logits, slots, step, how, d2t, filters)
+        from stoop.ops.kernels import coupling
+
+        return coupling.draw_as_target(logits, slots, step, how, d2t, filters)
     slot = step.row_slots[: logits.shape[0]]
     temperature = how.temperature[slot]
     temper_(logits, temperature)

@@ -187,7 +187,7 @@ def invent_prompts(
                     found.append(text)
                     file.write(json.dumps({"attempt": attempt, "prompt": text}) + "\n")
         say(
-            f"data: {len(found):,} of {count:,} prompts invented, those that came to an end in time"
+            f"data: {len(found):,} prompts invented, of {count:,} wanted: those that came to an end"
         )
     return found
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,21 @@ def test_a_table_a_file_and_a_json_line(
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     args = [arg for path in files for arg in ("--questions", str(path))]
     args += ["--k", "1,3", "--max-tokens", "12", "--limit", "2", "-sc", NGRAM, "--device", "cpu"]
-    code, shown, progress = stoop(
-        str(text_model), *args, "--out", str(out), "--plot", str(plot), "--max-model-len", "128"
-    )
+    args += ["--out", str(out), "--max-model-len", "128"]
+    drawn = ["--plot", str(plot)]
+    if find_spec("matplotlib") is None:
+        code, _, refusal = stoop(str(text_model), *args, *drawn)
+        assert code == 2 and "--plot needs matplotlib" in refusal and not out.exists()
+        drawn = []
+    code, shown, progress = stoop(str(text_model), *args, *drawn)
     assert code == 0, progress
     record = json.loads(shown.splitlines()[-1])
     assert json.loads(out.read_text()) == record
     assert "by position" in shown and "engine 1 of 3: chat, temperature 0, K = 2" in progress
-    assert plot.exists() or "matplotlib is not installed" in progress
+    assert plot.exists() == bool(drawn)
     assert (record["bench"], record["batch_size"], record["max_tokens"]) == ("acceptance", 1, 12)
     assert record["speculative_config"]["method"] == "ngram"
+    assert record["speculative_config"]["draft_sample_method"] == "greedy"
     rows = record["rows"]
     places = [(row["questions"], row["temperature"], row["k"]) for row in rows]
     assert places == [(str(f), t, k) for f in files for t in (0, 1) for k in (1, 2, 3)]

@@ -254,6 +254,14 @@ def test_check_proves_graphs_equal_and_ends_with_json() -> None:
     assert record == {"cases": 50, "failed": 0, "failures": []}
 
 
+def test_check_proves_the_graphs_of_a_head() -> None:
+    """All of them are used, whatever is accepted."""
+    head = '{"method": "eagle3", "model": "tiny", "num_speculative_tokens": 3}'
+    done = run("check", "--modes", "step", "--backends", "reference", "-sc", head)
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["cases"] == 25
+
+
 def test_check_fails_when_a_graph_is_wrong() -> None:
     """A phase left out of the graph: exit code 1, and a failure that names the buffer."""
     broken = (

@@ -81,7 +81,7 @@ def test_draws_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
 def test_coupled_drafts_are_what_the_target_draws(size: int) -> None:
     """Of logits that are nowhere else, whatever the draft vocabulary leaves out."""
     from stoop.ops.kernels import sampling
-    from stoop.ops.kernels.drafting import draw_as_target_
+    from stoop.ops.kernels.coupling import draw_as_target_
 
     logits = some_logits(size, 64)
     generator = torch.Generator().manual_seed(size)

@@ -130,7 +130,7 @@ def test_draft_commit_equals_torch(seed: int) -> None:
 @pytest.mark.interpreted
 @SEEDS
 def test_draft_draw_equals_torch(seed: int) -> None:
-    from stoop.ops.kernels import drafting as kernels
+    from stoop.ops.kernels import coupling as kernels
 
     rng = random.Random(seed)
     case, _ = drafting_case(rng)
@@ -221,6 +221,7 @@ def test_padding_drafts_nothing() -> None:
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 8, 16])
 def test_drafting_compiles_for_an_h200(num_drafts: int) -> None:
+    from stoop.ops.kernels import coupling
     from stoop.ops.kernels import drafting as kernels
 
     case = engine_case(num_drafts)
@@ -237,5 +238,5 @@ def test_drafting_compiles_for_an_h200(num_drafts: int) -> None:
         how = DrawTensors(floats, room, floats, room, floats)
         for d2t in (None, torch.zeros(12288, dtype=torch.int64)):
             for filters in (False, True):
-                kernels.draw_as_target(logits, slots, step, how, d2t, filters)
+                coupling.draw_as_target(logits, slots, step, how, d2t, filters)
     check_compiled(found, 6 + 2 * (2 + 2 + 5))
