@@ -1,6 +1,7 @@
 """Fixtures for every kind of test."""
 
 import os
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,16 @@ def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _gradients() -> Iterator[None]:
+    """As a process begins, whatever a test before this one left behind, or what is collected now
+    that it left behind."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        warnings.warn("an earlier test left gradients off", stacklevel=1)
+    with torch.inference_mode(False):  # which turns gradients on
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from stoop.worker.device import prepare_device
 MAX_DRAFTS = 3  # what an exported head proposes
 
 
+@torch.inference_mode(False)  # in whatever mode the caller is
 def run_train(job: Job, fresh: bool = False) -> bool:
     """True if the last step was reached."""
     settings, deadline = job.settings, Deadline(job.settings.time_budget)

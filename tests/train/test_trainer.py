@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,3 +231,14 @@ def test_the_command_from_prompts_to_a_head(
     drafter = {"model": str(out / "head"), "num_speculative_tokens": 2}
     llm = small.make_llm(folder, speculative_config=drafter)
     assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].spec is not None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_has_gradients_in_whatever_mode_the_caller_is(
+    target: Path, answers: Path, tmp_path: Path, mode: Callable[[], AbstractContextManager]
+) -> None:
+    (tmp_path / "data").symlink_to(answers)
+    job = small.make_job(target, tmp_path)
+    brief = replace(job.settings, train=replace(job.settings.train, steps=2))
+    with mode():
+        assert run_train(replace(job, settings=brief))
