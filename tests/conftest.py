@@ -25,8 +25,7 @@ def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gradients() -> Iterator[None]:
-    """As a process begins, whatever a test before this one left behind, or what is collected now
-    that it left behind."""
+    """On, as when a process begins, whatever earlier tests left behind."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         warnings.warn("an earlier test left gradients off", stacklevel=1)
     with torch.inference_mode(False):  # which turns gradients on

@@ -13,7 +13,7 @@ from typing import Any
 
 from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
-from stoop.core.outputs import RequestOutput, SpecCounts
+from stoop.core.outputs import SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 from stoop.text.prompts import Conversation, read_prompts
@@ -158,16 +158,7 @@ def _ask(llm: LLM, prompts: Sequence[list[int]], plan: Plan, temperature: float,
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - started
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Run(add_counts(outputs, k), len(outputs), num_tokens, seconds)
-
-
-def add_counts(outputs: Iterable[RequestOutput], k: int) -> SpecCounts:
-    """Of requests that asked for `k` drafts a step; their engine may have places for more."""
-    total = SpecCounts.of(k)
-    for output in outputs:
-        if output.outputs[0].spec is not None:
-            total.include(output.outputs[0].spec)
-    return total
+    return Run(SpecCounts.sum(outputs, k), len(outputs), num_tokens, seconds)
 
 
 def _warm_up(llm: LLM, questions: Questions, plan: Plan) -> None:

@@ -61,7 +61,7 @@ def generate(
     if not shown:
         _print_answers(prompts, outputs)
     print(_summary(outputs, seconds), file=sys.stderr)
-    print_acceptance(_count(outputs, llm.config.schedule.num_drafts))
+    print_acceptance(SpecCounts.sum(outputs, llm.config.schedule.num_drafts))
     if beside_plain and llm.config.spec is None:
         print("there were no drafts, so this is the plain speed (-sc: a drafter)", file=sys.stderr)
     elif beside_plain:
@@ -95,15 +95,6 @@ def _warm_up(llm: Any, prompt: Any, sampling: SamplingParams) -> None:
         token_ids = prompt["prompt_token_ids"]
     brief = sampling.replace(max_tokens=WARM_TOKENS, min_tokens=0, n=1, seed=0)
     llm.generate([token_ids[::-1]], brief, use_tqdm=False)
-
-
-def _count(outputs: list[RequestOutput], num_drafts: int) -> SpecCounts:
-    """How drafts fared in these answers."""
-    total = SpecCounts.of(num_drafts)
-    for answer in (answer for output in outputs for answer in output.outputs):
-        if answer.spec is not None:
-            total.include(answer.spec)
-    return total
 
 
 def _print_gain(

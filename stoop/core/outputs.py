@@ -1,5 +1,6 @@
 """What a user gets back."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,14 +32,20 @@ class SpecCounts:
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
 
-    def include(self, other: "SpecCounts") -> None:
-        """As many positions as there are here; what `other` has beyond them is not looked at."""
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        counts = self.num_accepted_tokens_per_pos
-        for position in range(len(counts)):
-            counts[position] += other.num_accepted_tokens_per_pos[position]
+    @staticmethod
+    def sum(outputs: "Iterable[RequestOutput]", num_positions: int) -> "SpecCounts":
+        """Over all answers; positions beyond are not looked at, for engines may have places for
+        more drafts than a request asked for."""
+        total = SpecCounts.of(num_positions)
+        per_pos = total.num_accepted_tokens_per_pos
+        for counts in (answer.spec for output in outputs for answer in output.outputs):
+            if counts is not None:
+                total.num_drafts += counts.num_drafts
+                total.num_draft_tokens += counts.num_draft_tokens
+                total.num_accepted_tokens += counts.num_accepted_tokens
+                for position in range(num_positions):
+                    per_pos[position] += counts.num_accepted_tokens_per_pos[position]
+        return total
 
     def copy(self) -> "SpecCounts":
         counts = list(self.num_accepted_tokens_per_pos)

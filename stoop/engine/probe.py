@@ -1,4 +1,4 @@
-"""Milliseconds of a step with no, one, two ... drafts on this machine, measured once and kept."""
+"""Milliseconds of a step with no, one, two ... drafts on this machine, measured and kept."""
 
 import dataclasses
 import gc

@@ -1,8 +1,8 @@
 """Random numbers without state: Philox-4x32-10, keyed by (seed, purpose, position).
 
 A number depends on its key and place alone, so it is the same in any batch, after a preemption and
-on any device. Each purpose has a stream of its own, and no number serves two purposes: what draws
-a token draws its coupled draft too, on purpose, and no text depends on that.
+on any device. Each purpose has a stream of its own, and no number serves two of them. (A coupled
+draft shares its token's numbers; it is a guess at that very draw, and no text depends on it.)
 """
 
 from enum import IntEnum
