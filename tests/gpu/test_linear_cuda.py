@@ -44,6 +44,41 @@ def test_products_equal_float64(kind: Any) -> None:
             assert torch.equal(out, case.run(tiling))
 
 
+def test_gated_products_of_many_tokens() -> None:
+    from stoop.ops.kernels.gated import launch_gated
+    from stoop.ops.kernels.linear_choice import LinearShape
+    from stoop.ops.kernels.linear_tuning import candidates
+
+    for tokens, size in itertools.product((33, 64, 100, 128), ((28672, 4096), *SIZES)):
+        case = make_case("gated alone", tokens, size, torch.bfloat16, device="cuda")
+        exact = case.exact()
+        for tiling in candidates(LinearShape("gated", *size, torch.bfloat16), 128)[:2]:
+            out, again = torch.full_like(case.residual, torch.nan), torch.empty_like(case.residual)
+            launch_gated(case.x, case.weight, None, out, tiling)
+            launch_gated(case.x, case.weight, None, again, tiling)
+            assert_right(out, exact, limit_of(torch.bfloat16))
+            assert torch.equal(out, again)
+
+
+def test_how_memory_is_divided() -> None:
+    """As a launch asked, and then no more: other launches of the same kernel ask the same."""
+    import ctypes
+
+    from stoop.ops.kernels import launch
+    from stoop.ops.kernels.norm import _rms_norm_kernel
+
+    x = torch.zeros(1, 48, device="cuda")
+    arguments = (x, x[0], torch.empty_like(x), 48, 48, 48, 1e-5)
+    kernel = _rms_norm_kernel[(1,)](*arguments, BLOCK=64, PDL=False, num_warps=2)
+    found = ctypes.c_int(-2)
+    for percent in (launch.BALANCED, launch.CACHE_FIRST):
+        launch.divide_memory(kernel, percent)
+        attribute = launch._CARVEOUT_ATTRIBUTE
+        driver, function = launch._driver(), ctypes.c_void_p(kernel.function)
+        assert driver.cuFuncGetAttribute(ctypes.byref(found), attribute, function) == 0
+        assert found.value == launch.BALANCED
+
+
 def test_float16_and_wide_logits() -> None:
     from stoop.ops.kernels import linear as kernels
 

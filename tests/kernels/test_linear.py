@@ -141,6 +141,34 @@ def test_operations_equal_float64() -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [33, 64, 100, 128])
+def test_gated_products_of_many_tokens_equal_float64(tokens: int, dtype: torch.dtype) -> None:
+    from stoop.ops.kernels.gated import launch_gated
+    from stoop.ops.kernels.linear_choice import Tiling
+
+    torch.manual_seed(tokens)
+    for size in SIZES:
+        case = make_case("gated alone", tokens, size, dtype, bias=size == SIZES[0])
+        for tiling in (Tiling(32, 1, 32, 4, 2), Tiling(64, 1, 256, 4, 2)):
+            out = torch.full_like(case.residual, torch.nan)
+            launch_gated(case.x, case.weight, case.bias, out, tiling)
+            assert_right(out, case.exact(), limit_of(dtype))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tokens", [32, 33, 128])
+def test_the_norm_of_gated_products(tokens: int) -> None:
+    """Inside the kernel for few tokens, before it for many."""
+    from stoop.ops.kernels import linear as kernels
+
+    torch.manual_seed(0)
+    case = make_case("gated", tokens, (44, 200), torch.bfloat16, bias=True)
+    out = kernels.norm_linear_silu(case.x, case.norm, EPS, case.weight, case.bias)
+    assert_right(out, case.exact(), limit_of(torch.bfloat16))
+
+
+@pytest.mark.interpreted
 def test_a_residual_is_added_before_rounding() -> None:
     """Else a small branch would be rounded twice."""
     torch.manual_seed(0)
@@ -178,6 +206,24 @@ def test_candidates_compile_for_an_h200(inputs: int, kind: Any, bucket: int) -> 
     fitting = [c for c in found if c.shared <= MAX_SHARED and c.spilled <= STACK]
     # What does not fit is left out when it is tried.
     assert len(fitting) >= min(3, len(found))
+
+
+@pytest.mark.parametrize("bucket", [64, 128])
+def test_gated_candidates_fit_an_h200(bucket: int) -> None:
+    from stoop.ops.kernels.gated import launch_gated
+    from stoop.ops.kernels.linear_choice import LinearShape, default
+    from stoop.ops.kernels.linear_tuning import candidates
+
+    shape = LinearShape("gated", 28672, 4096, torch.bfloat16)
+    case = make_case("gated alone", bucket, (512, 4096), torch.bfloat16)
+    tilings = candidates(shape, bucket)
+    assert default(shape, bucket) in tilings
+    with compile_launches() as found:
+        for tiling in tilings:
+            launch_gated(case.x, case.weight, None, case.residual, tiling)
+    for compiled in found:
+        print(compiled)
+        assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
 
 
 @pytest.mark.parametrize("bucket", [1, 4, 8, 32])

@@ -28,6 +28,8 @@ from stoop.ops.kernels.attention_parts import (
     zero_padding,
 )
 from stoop.ops.kernels.launch import (
+    SHARED_FIRST,
+    divide_memory,
     let_next_start,
     load_early,
     overlapping,
@@ -46,6 +48,10 @@ MAX_SPLITS = 64
 MIN_MIXED_SPLITS = 4
 MAX_PARTIAL_BYTES = 128 * 2**20
 REDUCE_PROGRAMS = 16  # a row and KV head
+# With small heads and no more tokens than this, a step is bound by the latency of its kernels, and
+# they overlap best if attention takes no more memory than a program needs.
+FEW_TOKENS = 8
+ONE_A_PROCESSOR = 43
 
 
 @triton.jit
@@ -54,13 +60,13 @@ def _split_kernel(
     part_ptr, part_size, max_len, scale, window, num_tokens, num_reqs,
     q_token_stride, q_head_stride, out_stride, table_stride,
     value_stride, page_stride, token_stride, head_stride,
-    ALONE: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
+    ALONE: tl.constexpr, SPLIT: tl.constexpr, DIVISION: tl.constexpr, WINDOWED: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one row of at most max_len query tokens, for one KV head.
 
-    ALONE: no other kernel serves the batch, so that padding is zeroed here.
+    ALONE: no other kernel serves the batch, so padding is zeroed here. DIVISION: see launch.py.
     """
     let_next_start(PDL)
     # Lengths and pages were there before this kernel could start: see launch.py.
@@ -260,6 +266,11 @@ def count_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _division(q: Tensor) -> int:
+    """Many programs a processor, unless there are few and their neighbours want some cache."""
+    return ONE_A_PROCESSOR if q.shape[0] <= FEW_TOKENS and q.shape[2] <= 64 else SHARED_FIRST
+
+
 def plan_attention(
     q: Tensor, num_kv_heads: int, num_reqs: int, max_query_len: int, num_sms: int
 ) -> Plan:
@@ -348,12 +359,14 @@ class _Call:
         tiling = split_tiling(max_len * options["GROUP"], q.shape[2], q.dtype)
         num_kv_heads = q.shape[1] // options["GROUP"]
         part_size = partials.numel() // (q.shape[2] + 2)
-        _split_kernel[(num_kv_heads, splits, num_reqs)](
+        division = _division(q)
+        kernel = _split_kernel[(num_kv_heads, splits, num_reqs)](
             *self.pointers, partials, part_size, max_len, *self.numbers, *self.strides,
-            ALONE=alone, SPLIT=splits > 1, **options,
+            ALONE=alone, SPLIT=splits > 1, DIVISION=division, **options,
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlapping(q),
         )  # fmt: skip
+        divide_memory(kernel, division)
         if splits == 1:
             return
         lanes = min(REDUCE_PROGRAMS, max_len * options["GROUP"])

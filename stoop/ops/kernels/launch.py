@@ -10,6 +10,7 @@ start only when it has itself waited. That is the lookup of embeddings, in both.
 the second-level cache (`load_early`), where whoever wrote has left what he wrote.
 """
 
+import ctypes
 import functools
 from typing import Any
 
@@ -20,6 +21,33 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = triton.knobs.runtime.interpret
+
+# Shared memory and first-level cache of a processor are one memory, which a kernel asks to have
+# divided: so many percent for shared memory. What is loaded straight into registers needs a cache
+# to be under way in. A processor divides anew only when nothing runs on it, so neighbours that ask
+# for different divisions do not overlap: one for all small products of a step was best by far.
+CACHE_FIRST = 14
+BALANCED = 57
+SHARED_FIRST = 100
+_CARVEOUT_ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_divided: set[int] = set()
+
+
+def divide_memory(kernel: Any, percent: int) -> None:
+    """How a kernel wants a processor's memory divided from now on; `kernel`: what a launch gave.
+
+    A hint: nothing that it computes depends on it, and the driver may do otherwise.
+    """
+    function = getattr(kernel, "function", None)
+    if function is None or function in _divided:  # interpreted, or done before
+        return
+    _divided.add(function)
+    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @triton.jit

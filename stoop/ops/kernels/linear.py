@@ -12,7 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stoop.ops.kernels import linear_choice
+from stoop.ops.kernels.gated import launch_gated
 from stoop.ops.kernels.launch import (
+    BALANCED,
+    CACHE_FIRST,
+    SHARED_FIRST,
+    divide_memory,
     let_next_start,
     let_next_start_if,
     overlapping,
@@ -20,6 +25,7 @@ from stoop.ops.kernels.launch import (
     wait_for_inputs,
 )
 from stoop.ops.kernels.linear_choice import Kind, LinearShape, Tiling, tiling_for
+from stoop.ops.kernels.norm import rms_norm
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -254,7 +260,7 @@ def launch(
     num_programs = triton.cdiv(num_outputs, outputs)
     step, options = tiling.ways * tiling.block_k, overlapping(x)
     ahead, shares = _ahead(weight, tiling.rows, num_programs, idle) if options["PDL"] else (0, 0)
-    _linear_kernel[(num_programs,)](
+    kernel = _linear_kernel[(num_programs,)](
         x, weight, bias, x if norm[0] is None else norm[0], residual, out,
         num_tokens, num_outputs, num_inputs, norm[1], NORM=norm[0] is not None,
         GATED=gated, DOT=tiling.dot, EVEN=num_inputs % step == 0, ONCE=num_inputs <= step,
@@ -266,6 +272,13 @@ def launch(
         WIDE=INTERPRETED and x.dtype == torch.bfloat16,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options,
     )  # fmt: skip
+    divide_memory(kernel, _division(tiling, num_tokens))
+
+
+def _division(tiling: Tiling, num_tokens: int) -> int:
+    if not tiling.dot:
+        return CACHE_FIRST
+    return BALANCED if tiling.block_t(num_tokens) == 8 else SHARED_FIRST
 
 
 def _ahead(weight: Tensor, rows: int, num_programs: int, idle: bool) -> tuple[int, int]:
@@ -336,7 +349,11 @@ def norm_linear_silu_(
     norm_weight: [inputs], or None for no norm; weight: [2n, inputs], gates first; out: [tokens, n]
     """
     tiling = _tiling("gated", x, weight)
-    launch(x, weight, out, tiling, bias=bias, norm=(norm_weight, eps), gated=True)
+    if x.shape[0] <= linear_choice.MAX_NORMED:
+        launch(x, weight, out, tiling, bias=bias, norm=(norm_weight, eps), gated=True)
+        return
+    normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+    launch_gated(normed, weight, bias, out, tiling)
 
 
 def skinny_linear(

@@ -16,9 +16,11 @@ from stoop.ops.kernels.choice import uses_kernels
 
 Kind = Literal["linear", "logits", "add", "norm", "gated"]
 HALF = (torch.bfloat16, torch.float16)
-BUCKETS = (1, 4, 8, 16, 32, 64)  # a decision holds for all numbers of tokens up to one of these
+# A decision holds for all numbers of tokens up to one of these.
+BUCKETS = (1, 4, 8, 16, 32, 64, 128)
 MAX_TOKENS = BUCKETS[-1]
 MAX_UNDOTTED = 4  # tokens that plain multiplications may serve
+MAX_NORMED = 32  # tokens whose norm is a part of the product; "gated" goes on without it
 
 # When the next kernel may be launched: its programs then ask for their weights and wait.
 AT_START, WITH_LAST_LOADS, AFTER_LOOP = range(3)
@@ -29,7 +31,7 @@ class LinearShape:
     """A product: what is fused with it, and its weight.
 
     linear: x @ weight.T; logits: in float32; add: plus the residual; norm: of the normalised x;
-    gated: of that too, then silu(gate) * up
+    gated: of that too, then silu(gate) * up, for many tokens by a kernel of its own (gated.py)
     """
 
     kind: Kind
@@ -156,4 +158,7 @@ _RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] 
     (("logits",), (32,), _ANY, 2**16, None),
     (("logits",), (16, 32), _ANY, _ANY, Tiling(64, 2, 64, 2, 4)),
     (("logits",), (64,), _ANY, _ANY, Tiling(64, 1, 64, 1, 4)),
+    (("gated",), (64, 128), _ANY, 2**14, None),
+    (("gated",), (64,), _ANY, _ANY, Tiling(128, 1, 64, 8, 4)),
+    (("gated",), (128,), _ANY, _ANY, Tiling(256, 1, 64, 8, 4)),
 )

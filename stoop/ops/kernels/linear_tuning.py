@@ -19,10 +19,12 @@ import triton
 from torch import Tensor
 
 from stoop.config.environ import cache_dir
-from stoop.ops.kernels import launch, linear, norm
+from stoop.ops.kernels import gated, launch, linear, norm
+from stoop.ops.kernels.gated import launch_gated
 from stoop.ops.kernels.linear_choice import (
     AFTER_LOOP,
     AT_START,
+    MAX_NORMED,
     MAX_UNDOTTED,
     WITH_LAST_LOADS,
     Decision,
@@ -57,6 +59,10 @@ _SHORT = (
 _LONG = (
     (16, 4, 128, 4, 5), (32, 4, 128, 4, 4), (32, 2, 128, 2, 4), (32, 2, 64, 2, 4),
 )  # fmt: skip
+_GATED_OF_MANY = (
+    (256, 1, 64, 8, 4), (128, 1, 64, 8, 4), (128, 1, 64, 4, 3), (64, 1, 64, 4, 4),
+    (64, 1, 128, 4, 3),
+)  # fmt: skip
 _LONG_OF_MANY = ((32, 4, 64, 4, 5), (64, 2, 64, 2, 4), (64, 1, 64, 1, 4), (16, 4, 128, 4, 5))
 
 
@@ -65,7 +71,9 @@ def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
     plain = [Tiling(*t, dot=False) for t in (_PLAIN if bucket == 1 else _PLAIN_OF_FEW)]
     if bucket == 1:
         return plain
-    if bucket > 32 and shape.kind not in ("linear", "logits"):
+    if bucket > MAX_NORMED and shape.kind == "gated":
+        return [Tiling(*t) for t in _GATED_OF_MANY]
+    if bucket > 64 or (bucket > MAX_NORMED and shape.kind not in ("linear", "logits")):
         return []  # what is fused would not fit into registers
     whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
     if bucket <= MAX_UNDOTTED:
@@ -116,6 +124,9 @@ class Trial:
         out = torch.empty_like(residual, dtype=torch.float32 if kind == "logits" else None)
 
         def by_kernel(weight: Tensor, tiling: Tiling) -> None:
+            if kind == "gated" and num_tokens > MAX_NORMED:
+                launch_gated(norm.rms_norm(x, self.norm, EPS), weight, None, out, tiling)
+                return
             linear.launch(
                 x,
                 weight,
@@ -200,7 +211,8 @@ def follow_measured(device: torch.device) -> int:
 
 
 def _path(device: torch.device) -> Path:
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (launch, linear))
+    modules = (launch, linear, gated)
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     facts = (torch.cuda.get_device_name(device), torch.__version__, triton.__version__)
     name = hashlib.sha256(repr(facts).encode() + sources).hexdigest()[:16]
     return cache_dir() / "linear" / f"{name}.json"

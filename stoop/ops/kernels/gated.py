@@ -1,0 +1,105 @@
+"""Gate, up and activation of some dozens of tokens in one product.
+
+Too many tokens to stay bound by the weights alone, and too few to fill a GPU with tiles of cuBLAS's
+sizes. A program takes a band of outputs, with its gates and its ups, for all tokens: so the inputs
+are read once for both, and neither gates nor ups are ever written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoop.ops.kernels.launch import (
+    SHARED_FIRST,
+    divide_memory,
+    let_next_start,
+    overlapping,
+    prefetch,
+    wait_for_inputs,
+)
+from stoop.ops.kernels.linear_choice import Tiling
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _load(ptr, inputs, num_inputs, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr + inputs)
+    return tl.load(ptr + inputs, mask=inputs < num_inputs, other=0.0)
+
+
+@triton.jit
+def _load_tokens(ptr, inputs, spoken, num_inputs, EVEN: tl.constexpr):
+    """Masked, for if all programs asked for the last token in place of those that are not there,
+    they would wait for one another."""
+    return tl.load(ptr + inputs, mask=spoken if EVEN else spoken & (inputs < num_inputs), other=0.0)
+
+
+@triton.jit
+def _dot(x, weight, acc, WIDE: tl.constexpr):
+    if WIDE:
+        x, weight = x.to(tl.float32), weight.to(tl.float32)
+    return tl.dot(x, weight.T, acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gated_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_tokens, num_outputs, num_inputs,
+    EVEN: tl.constexpr, BLOCK_T: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS outputs of all tokens."""
+    let_next_start(PDL)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    # Past the end the last row is read once more, which is cheaper than a mask.
+    row = tl.minimum(output, num_outputs - 1).to(tl.int64)
+    gate_ptr = weight_ptr + row * num_inputs
+    up_ptr = gate_ptr + num_outputs.to(tl.int64) * num_inputs
+    if AHEAD > 0:
+        prefetch(gate_ptr, tl.full((OUTPUTS,), AHEAD, tl.int32))
+        prefetch(up_ptr, tl.full((OUTPUTS,), AHEAD, tl.int32))
+    wait_for_inputs(PDL)
+    token = tl.arange(0, BLOCK_T)
+    rows_ptr, spoken = x_ptr + token[:, None] * num_inputs, (token < num_tokens)[:, None]
+    gate = tl.zeros((BLOCK_T, OUTPUTS), tl.float32)
+    up = tl.zeros((BLOCK_T, OUTPUTS), tl.float32)
+    for start in range(0, num_inputs, BLOCK_K):
+        inputs = start + tl.arange(0, BLOCK_K)[None, :]
+        x = _load_tokens(rows_ptr, inputs, spoken, num_inputs, EVEN)
+        gate = _dot(x, _load(gate_ptr[:, None], inputs, num_inputs, EVEN), gate, WIDE)
+        up = _dot(x, _load(up_ptr[:, None], inputs, num_inputs, EVEN), up, WIDE)
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + num_outputs + row).to(tl.float32)[None, :]
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    place = token[:, None].to(tl.int64) * num_outputs + output[None, :]
+    stored = spoken & (output < num_outputs)[None, :]
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def launch_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiling: Tiling
+) -> None:
+    """out = silu(gate) * up of x @ weight.T + bias, all contiguous
+
+    x: [tokens, inputs], weight: [2n, inputs], gates first, out: [tokens, n]
+    """
+    (num_tokens, num_inputs), num_outputs = x.shape, weight.shape[0] // 2
+    assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
+    assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
+    outputs, options = tiling.rows // 2, overlapping(x)
+    ahead = tiling.num_stages * tiling.block_k * weight.dtype.itemsize
+    row_bytes = num_inputs * weight.dtype.itemsize
+    if not options["PDL"] or row_bytes % 16 != 0 or weight.data_ptr() % 16 != 0:
+        ahead = 0
+    kernel = _gated_kernel[(triton.cdiv(num_outputs, outputs),)](
+        x, weight, bias, out, num_tokens, num_outputs, num_inputs,
+        EVEN=num_inputs % tiling.block_k == 0, BLOCK_T=tiling.block_t(num_tokens),
+        OUTPUTS=outputs, BLOCK_K=tiling.block_k, AHEAD=min(ahead, row_bytes),
+        # Triton's interpreter cannot multiply in bfloat16.
+        WIDE=INTERPRETED and x.dtype == torch.bfloat16,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options,
+    )  # fmt: skip
+    divide_memory(kernel, SHARED_FIRST)
