@@ -28,6 +28,7 @@ from stoop.ops.kernels.attention_parts import (
     zero_padding,
 )
 from stoop.ops.kernels.launch import (
+    BALANCED,
     SHARED_FIRST,
     divide_memory,
     let_next_start,
@@ -48,9 +49,8 @@ MAX_SPLITS = 64
 MIN_MIXED_SPLITS = 4
 MAX_PARTIAL_BYTES = 128 * 2**20
 REDUCE_PROGRAMS = 16  # a row and KV head
-# With small heads and no more tokens than this, a step is bound by the latency of its kernels, and
-# they overlap best if attention takes no more memory than a program needs.
-FEW_TOKENS = 8
+# With small heads and few rows a step is bound by the latency of its kernels, and they overlap best
+# if attention takes no more memory than one program a processor needs, or two.
 ONE_A_PROCESSOR = 43
 
 
@@ -266,9 +266,11 @@ def count_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _division(q: Tensor) -> int:
-    """Many programs a processor, unless there are few and their neighbours want some cache."""
-    return ONE_A_PROCESSOR if q.shape[0] <= FEW_TOKENS and q.shape[2] <= 64 else SHARED_FIRST
+def _division(head_dim: int, num_rows: int) -> int:
+    """num_rows: KV heads of all requests. As many programs a processor as fit, unless few come."""
+    if head_dim > 64 or num_rows > 16:
+        return SHARED_FIRST
+    return ONE_A_PROCESSOR if num_rows <= 4 else BALANCED
 
 
 def plan_attention(
@@ -359,7 +361,7 @@ class _Call:
         tiling = split_tiling(max_len * options["GROUP"], q.shape[2], q.dtype)
         num_kv_heads = q.shape[1] // options["GROUP"]
         part_size = partials.numel() // (q.shape[2] + 2)
-        division = _division(q)
+        division = _division(q.shape[2], num_kv_heads * num_reqs)
         kernel = _split_kernel[(num_kv_heads, splits, num_reqs)](
             *self.pointers, partials, part_size, max_len, *self.numbers, *self.strides,
             ALONE=alone, SPLIT=splits > 1, DIVISION=division, **options,
