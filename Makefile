@@ -5,7 +5,7 @@
 # make clean  remove the environment; the model cache stays
 
 PYTHON ?= python3
-PROMPT ?= Give me three tips for learning a language.
+PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 export PROMPT := $(value PROMPT)
 VENV := .venv
 DIST := loadfile

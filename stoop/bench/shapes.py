@@ -77,7 +77,7 @@ def open_shape(
     options["skip_tokenizer_init"] = True
     with tempfile.TemporaryDirectory(prefix="stoop-shape-") as root:
         if dummy:
-            folder = _write_config(Path(root, shape), target_config(shape, num_positions))
+            folder = write_config(Path(root, shape), target_config(shape, num_positions))
         else:
             folder = resolve_model(shape)
         if num_drafts:
@@ -123,7 +123,7 @@ def _never_accepted(head: Path, num_drafts: int) -> dict[str, Any]:
     }
 
 
-def _write_config(folder: Path, config: dict[str, Any]) -> Path:
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -132,7 +132,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> Path:
 def _write_head(folder: Path, target: Path, with_weights: bool) -> Path:
     """A target with weights of its own is not loaded as a dummy, so its head must have some too."""
     config = json.loads((target / "config.json").read_text())
-    _write_config(folder, head_config(config))
+    write_config(folder, head_config(config))
     if with_weights:
         _write_random_weights(folder, target)
     return folder

@@ -27,7 +27,7 @@ from stoop.ops.kernels.linear_choice import (
 from stoop.ops.kernels.linear_tuning import EPS, Trial, candidates, time_graph
 
 BF16 = torch.bfloat16
-TOKENS = (1, 4, 8, 16, 32, 64)
+TOKENS = (1, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)

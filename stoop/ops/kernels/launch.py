@@ -42,6 +42,11 @@ def divide_memory(kernel: Any, percent: int) -> None:
     if function is None or function in _divided:  # interpreted, or done before
         return
     _divided.add(function)
+    ask_division(function, percent)
+
+
+def ask_division(function: int, percent: int) -> None:
+    """function: a kernel, as the driver knows it; percent: -1 leaves it to the driver"""
     _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
 
 
