@@ -230,36 +230,37 @@ def _measure(llm: LLM, load: StepLoad, repeat: int, bandwidth: float) -> StepRow
 
 
 class Decoding:
-    """A load's requests, which answer for as long as they are asked to."""
+    """A load's requests, which answer for as long as they are asked to. Nobody reads along: as in
+    `LLM.generate`, there is an output when a request ends."""
 
     def __init__(self, llm: LLM, load: StepLoad) -> None:
-        self.llm = llm
-        self.num_tokens: dict[str, int] = {}  # of each answer
-        for index, prompt in enumerate(random_prompts(llm, Load(load.batch, load.length, 1))):
+        self.llm, engine = llm, llm.engine
+        self.names = [f"step-{index}" for index in range(load.batch)]
+        prompts = random_prompts(llm, Load(load.batch, load.length, 1))
+        for name, prompt in zip(self.names, prompts, strict=True):
             if load.planted:
-                plant_prefix(llm.engine, prompt)
-            llm.engine.add_request(f"step-{index}", prompt, PARAMS)
-            self.num_tokens[f"step-{index}"] = 0
+                plant_prefix(engine, prompt)
+            engine.add_request(name, prompt, PARAMS, final_only=True)
+        self.requests = list(engine.scheduler.waiting)
         self.first_token_s = self.advance(1).seconds
 
     def advance(self, num_tokens: int) -> Span:
         """Step until every request has so many tokens more than the hindmost has now."""
-        goal = min(self.num_tokens.values()) + num_tokens
-        outcomes = self.llm.engine.runner.outcomes
-        before, num_before = self.llm.metrics(), sum(self.num_tokens.values())
-        waited, started = outcomes.waited, time.perf_counter()
-        while min(self.num_tokens.values()) < goal:
-            for output in self.llm.engine.step():
-                assert not output.finished, f"{output.request_id} ended before it was timed"
-                self.num_tokens[output.request_id] = len(output.outputs[0].token_ids)
+        engine, outcomes = self.llm.engine, self.llm.engine.runner.outcomes
+        goal = min(request.num_output_tokens for request in self.requests) + num_tokens
+        before, waited, started = engine.metrics(), outcomes.waited, time.perf_counter()
+        while min(request.num_output_tokens for request in self.requests) < goal:
+            for output in engine.step():
+                raise AssertionError(f"{output.request_id} ended before it was timed")
         seconds = time.perf_counter() - started
-        num_steps = self.llm.metrics()["num_steps"] - before["num_steps"]
-        num_tokens = sum(self.num_tokens.values()) - num_before
+        after = engine.metrics()
+        num_steps = after["num_steps"] - before["num_steps"]
+        num_tokens = after["num_generated_tokens"] - before["num_generated_tokens"]
         return Span(seconds, num_steps, num_tokens, outcomes.waited - waited)
 
     def close(self) -> None:
-        for request_id in self.num_tokens:
-            self.llm.engine.abort_request(request_id)
+        for name in self.names:
+            self.llm.engine.abort_request(name)
         while self.llm.engine.has_work:
             self.llm.engine.step()
 

@@ -77,7 +77,7 @@ class PrefixCache:
         if not self.enabled:
             return
         # The newest token's KV is not written, or by a step that may find the request ended.
-        num_full = min(request.num_computed, request.num_tokens - 1) // self.block_size
+        num_full = min(request.num_computed, len(request.token_ids) - 1) // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
             node = self._node(request, index)

@@ -355,13 +355,20 @@ class Scheduler:
         if row.num_drafts:
             for counts in (self.stats.spec, request.spec):
                 counts.add(row.num_drafts, len(row.token_ids) - 1)
-        for token in row.token_ids:
-            request.token_ids.append(token)
-            self.stats.num_generated_tokens += 1
-            if token in request.rules.stop_ids or request.num_tokens >= request.token_limit:
-                self._end(request, token)
-                if request.finished:
-                    return
+        known, stop_ids = request.token_ids, request.rules.stop_ids
+        if stop_ids.isdisjoint(row.token_ids) and (
+            len(known) + len(row.token_ids) < request.token_limit
+        ):
+            known += row.token_ids  # as in most steps: nothing ends here
+            self.stats.num_generated_tokens += len(row.token_ids)
+        else:
+            for token in row.token_ids:
+                known.append(token)
+                self.stats.num_generated_tokens += 1
+                if token in stop_ids or len(known) >= request.token_limit:
+                    self._end(request, token)
+                    if request.finished:
+                        return
         if row.token_ids:
             # Rejected drafts were computed too: what counts is what is known.
             request.num_computed = request.num_expected - 1
