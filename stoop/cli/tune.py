@@ -21,8 +21,8 @@ def _tune_flags(command: Any) -> Any:
 def tune(
     model: Model = DEFAULT_MODEL,
     tokens: Annotated[
-        str, typer.Option(help="tokens of a step to measure for, up to 64, with commas between")
-    ] = "1,4,8,16,32,64",
+        str, typer.Option(help="tokens of a step to measure for, up to 128, with commas between")
+    ] = "1,4,8,16,32,64,128",
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """Measure, for every matrix product of a model and of its drafter (-sc), whether cuBLAS or one
@@ -51,7 +51,7 @@ def tune(
     for found in measure(products, counts, runner.device):
         shape, best = found.shape, "cuBLAS" if found.decision is None else "ours"
         print(
-            f"{shape.kind:7} {shape.num_outputs:6} x {shape.num_inputs:<6} up to {found.bucket:2} "
+            f"{shape.kind:7} {shape.num_outputs:6} x {shape.num_inputs:<6} up to {found.bucket:3} "
             f"tokens: {found.time:7.2f} us, {best} (cuBLAS {found.cublas_time:.2f})",
             file=sys.stderr,
         )

@@ -300,6 +300,6 @@ def test_compare_needs_a_drafter() -> None:
 
 def test_tune_is_for_gpus() -> None:
     done = run("tune", "smollm2-135m", "--tokens", "0,8")
-    assert done.returncode == 2 and "--tokens 0,8: use numbers from 1 to 64" in done.stderr
+    assert done.returncode == 2 and "--tokens 0,8: use numbers from 1 to 128" in done.stderr
     done = run("tune", "smollm2-135m", "--device", "cpu", "--max-model-len", "64")
     assert done.returncode == 2 and "tune measures a GPU" in done.stderr

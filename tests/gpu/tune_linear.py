@@ -97,7 +97,7 @@ def measure(shape: LinearShape, bucket: int, trial: Trial) -> dict[str, object]:
     floor = shape.num_outputs * shape.num_inputs * 2 / 4.55e6
     size = f"{shape.num_outputs}x{shape.num_inputs}"
     print(
-        f"{shape.kind:6} {size:>12} {bucket:2} tokens: floor {floor:6.2f}  cuBLAS {cublas:6.2f}  "
+        f"{shape.kind:6} {size:>12} {bucket:3} tokens: floor {floor:6.2f}  cuBLAS {cublas:6.2f}  "
         f"ours {ours:6.2f} us  {tiling and astuple(tiling)}"
     )
     install({(shape, bucket): tiling if ours <= cublas else None})

@@ -46,21 +46,23 @@ class Compiled:
 
 
 @contextmanager
-def compile_launches() -> Iterator[list[Compiled]]:
+def compile_launches(target: tuple[str, int, int] = TARGET) -> Iterator[list[Compiled]]:
     """Every kernel that is launched inside is compiled for the target instead of run."""
     from triton.runtime.jit import JITFunction
 
     found: list[Compiled] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found.append(_compile(self, args, options))
+        found.append(_compile(self, args, options, target))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         yield found
 
 
-def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
+def _compile(
+    kernel: Any, args: tuple[Any, ...], options: dict[str, Any], target: tuple[str, int, int]
+) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -79,7 +81,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         if aligned and not isinstance(value, bool):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    done = triton.compile(source, target=GPUTarget(*TARGET), options=settings)
+    done = triton.compile(source, target=GPUTarget(*target), options=settings)
     registers, spilled = _resources(done.asm["cubin"])
     shown = {kernel.arg_names[key[0]]: value for key, value in constants.items()}
     late = _signals_late(done.asm["ptx"], kernel.__name__) if shown.get("PDL") else False

@@ -394,3 +394,22 @@ def test_kernels_compile_for_an_h200(
     for compiled in found:
         print(compiled)
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_fit_a_consumer_gpu(
+    head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 99 KB of shared memory, and before Hopper nothing starts early."""
+    from stoop.ops.kernels import attention as kernels
+
+    monkeypatch.setattr(kernels, "has_large_tiles", lambda device: False)
+    monkeypatch.setattr(kernels, "overlapping", lambda tensor: {"PDL": False})
+    heads = Heads(2, 4, head_dim)
+    with compile_launches(("cuda", 89, 32)) as found:
+        for query_len in (1, 4, 16):
+            attend(blank_case(heads, query_len, dtype), max_query_len=query_len, num_sms=128)
+        attend(blank_case(heads, 100, dtype), num_sms=128)
+    for compiled in found:
+        assert compiled.shared <= 99 * 1024, compiled

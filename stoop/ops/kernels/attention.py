@@ -6,7 +6,7 @@ and programs without work end at once. So a captured graph serves any lengths.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from stoop.ops.kernels.attention_parts import (
     store_zeros,
     zero_padding,
 )
+from stoop.ops.kernels.choice import has_large_tiles
 from stoop.ops.kernels.launch import (
     BALANCED,
     SHARED_FIRST,
@@ -239,6 +240,11 @@ def prompt_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(128 if head_dim <= 128 else 64, 64 if head_dim <= 128 else 32, 8, 3)
 
 
+def _fitting(tiling: Tiling, device: torch.device) -> Tiling:
+    """With no more keys under way than there is room for."""
+    return tiling if has_large_tiles(device) else replace(tiling, num_stages=2)
+
+
 def max_decode_rows(head_dim: int, dtype: torch.dtype) -> int:
     """More query rows than this are no longer bound by reading keys, or do not fit."""
     if dtype == torch.float32:
@@ -348,7 +354,7 @@ class _Call:
 
     def launch_tiles(self, short: int) -> None:
         q, num_reqs, options = self.pointers[0], self.numbers[3], self._options()
-        tiling = prompt_tiling(options["GROUP"], q.shape[2], q.dtype)
+        tiling = _fitting(prompt_tiling(options["GROUP"], q.shape[2], q.dtype), q.device)
         num_tiles = triton.cdiv(q.shape[0], tiling.block_m // options["GROUP"]) + num_reqs
         _tile_kernel[(num_tiles, q.shape[1] // options["GROUP"])](
             *self.pointers, short, *self.numbers, *self.strides, **options,
@@ -358,7 +364,7 @@ class _Call:
 
     def launch_splits(self, max_len: int, splits: int, partials: Tensor, *, alone: bool) -> None:
         q, num_reqs, options = self.pointers[0], self.numbers[3], self._options()
-        tiling = split_tiling(max_len * options["GROUP"], q.shape[2], q.dtype)
+        tiling = _fitting(split_tiling(max_len * options["GROUP"], q.shape[2], q.dtype), q.device)
         num_kv_heads = q.shape[1] // options["GROUP"]
         part_size = partials.numel() // (q.shape[2] + 2)
         division = _division(q.shape[2], num_kv_heads * num_reqs)

@@ -39,3 +39,24 @@ def without_kernels() -> Iterator[None]:
         yield
     finally:
         _off -= 1
+
+
+# Where kernels are only compiled, they are for an H200.
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended: from Hopper on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def has_large_tiles(device: torch.device) -> bool:
+    """Whether a program can have as much shared memory as on an H200, 227 KB; consumer GPUs have
+    99."""
+    if device.type != "cuda":
+        return True
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return bool(driver.active.utils.get_device_properties(index)["max_shared_mem"] >= 227 * 1024)

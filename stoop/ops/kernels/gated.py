@@ -48,7 +48,7 @@ def _dot(x, weight, acc, WIDE: tl.constexpr):
 def _gated_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_tokens, num_outputs, num_inputs,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS outputs of all tokens."""
     let_next_start(PDL)
@@ -56,10 +56,13 @@ def _gated_kernel(
     # Past the end the last row is read once more, which is cheaper than a mask.
     row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     gate_ptr = weight_ptr + row * num_inputs
-    up_ptr = gate_ptr + num_outputs.to(tl.int64) * num_inputs
-    if AHEAD > 0:
-        prefetch(gate_ptr, tl.full((OUTPUTS,), AHEAD, tl.int32))
-        prefetch(up_ptr, tl.full((OUTPUTS,), AHEAD, tl.int32))
+    up_ptr = weight_ptr + (row + num_outputs) * num_inputs
+    if AHEAD > 0:  # of each row, by one thread
+        lane = tl.arange(0, LANES)
+        row_of_lane = tl.minimum(tl.program_id(0) * OUTPUTS + lane % OUTPUTS, num_outputs - 1)
+        row_of_lane += lane // OUTPUTS * num_outputs
+        lane_ptr = weight_ptr + row_of_lane.to(tl.int64) * num_inputs
+        prefetch(lane_ptr, tl.where(lane < 2 * OUTPUTS, AHEAD, 0))
     wait_for_inputs(PDL)
     token = tl.arange(0, BLOCK_T)
     rows_ptr, spoken = x_ptr + token[:, None] * num_inputs, (token < num_tokens)[:, None]
@@ -89,6 +92,7 @@ def launch_gated(
     (num_tokens, num_inputs), num_outputs = x.shape, weight.shape[0] // 2
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
     assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
+    assert tiling.dot and tiling.ways == 1, tiling
     outputs, options = tiling.rows // 2, overlapping(x)
     ahead = tiling.num_stages * tiling.block_k * weight.dtype.itemsize
     row_bytes = num_inputs * weight.dtype.itemsize
@@ -98,6 +102,7 @@ def launch_gated(
         x, weight, bias, out, num_tokens, num_outputs, num_inputs,
         EVEN=num_inputs % tiling.block_k == 0, BLOCK_T=tiling.block_t(num_tokens),
         OUTPUTS=outputs, BLOCK_K=tiling.block_k, AHEAD=min(ahead, row_bytes),
+        LANES=max(tiling.rows, 32 * tiling.num_warps),
         # Triton's interpreter cannot multiply in bfloat16.
         WIDE=INTERPRETED and x.dtype == torch.bfloat16,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options,

@@ -1,4 +1,6 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+"""How kernels are launched so that they overlap.
+
+Programmatic dependent launch: a kernel starts while the one before it still runs.
 
 What it may do before `wait_for_inputs` is what no earlier kernel can spoil: find its place, and ask
 for weights. A kernel so launched has to wait in every program, before it reads what kernels make
@@ -12,6 +14,7 @@ the second-level cache (`load_early`), where whoever wrote has left what he wrot
 
 import ctypes
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -20,12 +23,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stoop.ops.kernels.choice import has_large_tiles, starts_early
+
+log = logging.getLogger(__name__)
 INTERPRETED = triton.knobs.runtime.interpret
 
 # Shared memory and first-level cache of a processor are one memory, which a kernel asks to have
 # divided: so many percent for shared memory. What is loaded straight into registers needs a cache
 # to be under way in. A processor divides anew only when nothing runs on it, so neighbours that ask
-# for different divisions do not overlap: one for all small products of a step was best by far.
+# for different divisions overlap less. Products and attention ask; docs/performance.md has what
+# each gains. The percentages are of an H200, which has 228 KB that may be shared.
 CACHE_FIRST = 14
 BALANCED = 57
 SHARED_FIRST = 100
@@ -42,17 +49,20 @@ def divide_memory(kernel: Any, percent: int) -> None:
     if function is None or function in _divided:  # interpreted, or done before
         return
     _divided.add(function)
-    ask_division(function, percent)
+    if has_large_tiles(torch.device("cuda")):
+        ask_division(function, percent)
 
 
 def ask_division(function: int, percent: int) -> None:
     """function: a kernel, as the driver knows it; percent: -1 leaves it to the driver"""
-    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
+    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
+    if error:
+        log.debug("memory is not divided as a kernel wants it: error %d of the driver", error)
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    return ctypes.CDLL("libcuda.so.1")  # triton has loaded it
 
 
 @triton.jit
@@ -115,12 +125,6 @@ def start_in_turn(PDL: tl.constexpr):
 
 def overlapping(tensor: Tensor) -> dict[str, Any]:
     """Options of a launch on the tensor's device, for kernels with a constant PDL that wait."""
-    if INTERPRETED or not _can_overlap(tensor.device):
+    if INTERPRETED or not starts_early(tensor.device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
-
-
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    # Elsewhere launches are only compiled, for a Hopper GPU.
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)

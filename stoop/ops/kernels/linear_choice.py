@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stoop.ops.kernels.choice import uses_kernels
+from stoop.ops.kernels.choice import has_large_tiles, uses_kernels
 
 Kind = Literal["linear", "logits", "add", "norm", "gated"]
 HALF = (torch.bfloat16, torch.float16)
@@ -86,7 +86,8 @@ def uses_skinny(kind: Kind, x: Tensor, weight: Tensor) -> bool:
     """Whether our kernel serves this call. x: [tokens, inputs], weight: [outputs, inputs]"""
     if x.dtype not in HALF or not uses_kernels(x):
         return False
-    # A large state times the norm's weight, before it is scaled, is more than float16 holds.
+    # A large state times the norm's weight, before it is scaled, is more than float16 holds. (Of
+    # more than MAX_NORMED tokens the norm comes first, and cuBLAS serves them all the same.)
     if kind in _NORMS and x.dtype == torch.float16:
         return False
     shape = LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype)
@@ -94,7 +95,11 @@ def uses_skinny(kind: Kind, x: Tensor, weight: Tensor) -> bool:
         _recorded[shape] = None
         return False
     few = 0 < x.shape[0] <= MAX_TOKENS and x.is_contiguous()
-    return few and decide(shape, x.shape[0]) is not None
+    if not few:
+        return False
+    if not has_large_tiles(x.device):  # the rules would ask for more than there is
+        return _decisions.get((shape, bucket_of(x.shape[0]))) is not None
+    return decide(shape, x.shape[0]) is not None
 
 
 def decide(shape: LinearShape, num_tokens: int) -> Decision:
@@ -120,6 +125,8 @@ ANYWHERE = Tiling(32, 1, 64, 1, 4)  # fits all shapes; good for few
 
 def default(shape: LinearShape, bucket: int) -> Decision:
     """What to do unmeasured: the first rule that fits, by what was best on an H200."""
+    if shape.kind == "gated" and bucket > MAX_NORMED:
+        return _gated_of_many(shape, bucket)
     for kinds, buckets, max_inputs, max_outputs, decision in _RULES:
         fits = shape.num_inputs <= max_inputs and shape.num_outputs <= max_outputs
         if fits and shape.kind in kinds and bucket in buckets:
@@ -127,7 +134,17 @@ def default(shape: LinearShape, bucket: int) -> Decision:
     return None
 
 
+def _gated_of_many(shape: LinearShape, bucket: int) -> Decision:
+    """One program a processor, or two for half as many tokens: worth it if few have none."""
+    num_programs = -(-shape.num_outputs // 256)
+    rounds = -(-num_programs // H200_PROCESSORS)
+    if shape.num_inputs < 2048 or num_programs < 0.8 * rounds * H200_PROCESSORS:
+        return None
+    return Tiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
+
+
 _ANY = 2**31
+H200_PROCESSORS = 132
 _NORMS = ("norm", "gated")
 _PLAIN = ("linear", "add", "logits")
 _RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] = (
@@ -158,7 +175,4 @@ _RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] 
     (("logits",), (32,), _ANY, 2**16, None),
     (("logits",), (16, 32), _ANY, _ANY, Tiling(64, 2, 64, 2, 4)),
     (("logits",), (64,), _ANY, _ANY, Tiling(64, 1, 64, 1, 4)),
-    (("gated",), (64, 128), _ANY, 2**14, None),
-    (("gated",), (64,), _ANY, _ANY, Tiling(128, 1, 64, 8, 4)),
-    (("gated",), (128,), _ANY, _ANY, Tiling(256, 1, 64, 8, 4)),
 )

@@ -73,7 +73,9 @@ def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
         return plain
     if bucket > MAX_NORMED and shape.kind == "gated":
         return [Tiling(*t) for t in _GATED_OF_MANY]
-    if bucket > 64 or (bucket > MAX_NORMED and shape.kind not in ("linear", "logits")):
+    if bucket > 64:
+        return []  # cuBLAS fills a GPU with so many
+    if bucket > MAX_NORMED and shape.kind not in ("linear", "logits"):
         return []  # what is fused would not fit into registers
     whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
     if bucket <= MAX_UNDOTTED:
