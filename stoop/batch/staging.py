@@ -1,10 +1,12 @@
 """Host edits of device state, collected and applied together.
 
 An edit names a tensor, a row and a place in it. Nothing changes until `apply`, which makes one
-copy to the device and one scatter for each tensor that has edits.
+copy to the device for all of them, and one scatter for each tensor that has edits.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,40 +14,82 @@ from torch import Tensor
 
 Values = Sequence[int] | Sequence[float] | int | float
 
+_NUMPY: dict[torch.dtype, Any] = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+}
+_ALIGNED = 8  # bytes
+
+
+@dataclass(slots=True)
+class _Edits:
+    """Of one tensor, in order."""
+
+    target: Tensor
+    places: list[int] = field(default_factory=list)  # of the flat tensor
+    values: list[int | float] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)
+    again: bool = False  # whether a row has several: then places may repeat
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places and values, of each place the last."""
+        places = np.array(self.places, dtype=np.int64)
+        values = np.array(self.values, dtype=_NUMPY[self.target.dtype])
+        if not self.again:
+            return places, values
+        last = _last_edits(places)
+        return places[last], values[last]
+
 
 class StagedWrites:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._edits: dict[int, tuple[Tensor, list[np.ndarray], list[np.ndarray]]] = {}
+        self._edits: dict[int, _Edits] = {}
 
     def put(self, target: Tensor, row: int, values: Values, start: int = 0) -> None:
         """Stage `target[row, start : start + len(values)] = values` (flat within the row)."""
-        data = np.atleast_1d(np.array(values))
-        if data.size == 0:  # would turn its neighbours into floats
-            return
+        many = values if isinstance(values, Sequence) else (values,)
         width = target.stride(0)
         assert target.is_contiguous() and 0 <= row < target.shape[0], (row, target.shape)
-        if start < 0 or start + data.size > width:
-            raise IndexError(f"{data.size} values at {start} overrun a row of {width}")
+        if start < 0 or start + len(many) > width:
+            raise IndexError(f"{len(many)} values at {start} overrun a row of {width}")
+        if not many:
+            return
+        edits = self._edits.get(id(target))
+        if edits is None:
+            edits = self._edits[id(target)] = _Edits(target)
         first = row * width + start
-        _, places, contents = self._edits.setdefault(id(target), (target, [], []))
-        places.append(np.arange(first, first + data.size))
-        contents.append(data)
+        edits.places += range(first, first + len(many))
+        edits.values += many
+        edits.again |= row in edits.rows
+        edits.rows.add(row)
 
     def apply(self) -> None:
+        if not self._edits:
+            return
         edits, self._edits = self._edits, {}  # an edit that fails is not tried again
-        for target, places, contents in edits.values():
-            place, values = np.concatenate(places), np.concatenate(contents)
-            last = _last_edits(place)
-            index = self._to_device(torch.from_numpy(place[last]))
-            found = torch.from_numpy(values[last]).to(target.dtype)
-            target.view(-1).index_copy_(0, index, self._to_device(found))
+        parts = [array for each in edits.values() for array in each.arrays()]
+        views = iter(self._send(parts))
+        for each in edits.values():
+            each.target.view(-1).index_copy_(0, next(views), next(views))
 
-    def _to_device(self, host: Tensor) -> Tensor:
-        if self.device.type != "cuda":
-            return host
-        # The pinned block goes back to torch's host allocator only after the copy has run.
-        return host.pin_memory().to(self.device, non_blocking=True)
+    def _send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """To the device, side by side in one buffer."""
+        ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays])
+        starts = [0, *ends[:-1].tolist()]
+        pinned = self.device.type == "cuda"
+        host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=pinned)
+        memory = host.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            memory[start : start + array.nbytes] = array.view(np.uint8)
+        # A pinned block goes back to torch's host allocator only after the copy has run.
+        sent = host.to(self.device, non_blocking=True)
+        return [
+            sent[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
 
 
 def _last_edits(place: np.ndarray) -> np.ndarray:
