@@ -70,6 +70,10 @@ def compare(
 def _read(path: Path) -> list[str]:
     try:
         lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--prompts {path} does not exist: name a file of yours, with a prompt a line"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}") from None
     found = [line for line in lines if line.strip()]

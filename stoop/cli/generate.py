@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from stoop.cli.acceptance import print_acceptance
+from stoop.cli.gain import measure, print_gain
 from stoop.cli.options import DEFAULT_MODEL, Model, sampling_flags, text_engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import RequestError
@@ -33,7 +34,9 @@ def generate(
     ] = False,
     beside_plain: Annotated[
         bool,
-        typer.Option("--beside-plain", help="answer again without drafts, and print both speeds"),
+        typer.Option(
+            "--beside-plain", help="answer again, with drafts and without, and print both speeds"
+        ),
     ] = False,
     engine: dict[str, Any] = {},  # noqa: B006
     sampling: SamplingParams = SamplingParams(),
@@ -47,7 +50,7 @@ def generate(
         raise RequestError("--logprobs shows only in JSON: add --json")
     if beside_plain and as_json:
         raise RequestError("--beside-plain prints for people: leave out --json")
-    llm = start_llm(model, engine)
+    llm: Any = start_llm(model, engine)
     ready: list[Any] = list(prompts)
     if chat:
         ready = [_render(llm, text) for text in prompts]
@@ -65,11 +68,12 @@ def generate(
     if beside_plain and llm.config.spec is None:
         print("there were no drafts, so this is the plain speed (-sc: a drafter)", file=sys.stderr)
     elif beside_plain:
-        del llm  # its memory is the next one's
+        drafted = measure(lambda: _answer(llm, ready, sampling, shown, again=True)[0], outputs)
+        llm = None  # its memory is the next one's
         plain = start_llm(model, {**engine, "speculative_config": None})
         undrafted = sampling.replace(num_speculative_tokens=None)
         _warm_up(plain, ready[0], undrafted)
-        _print_gain(outputs, seconds, *_answer(plain, ready, undrafted, shown, again=True))
+        print_gain(*drafted, *measure(lambda: _answer(plain, ready, undrafted, shown, True)[0]))
 
 
 def _answer(
@@ -95,21 +99,6 @@ def _warm_up(llm: Any, prompt: Any, sampling: SamplingParams) -> None:
         token_ids = prompt["prompt_token_ids"]
     brief = sampling.replace(max_tokens=WARM_TOKENS, min_tokens=0, n=1, seed=0)
     llm.generate([token_ids[::-1]], brief, use_tqdm=False)
-
-
-def _print_gain(
-    outputs: list[RequestOutput], seconds: float, plain: list[RequestOutput], plain_seconds: float
-) -> None:
-    speed, plain_speed = (
-        _num_tokens(o) / s for o, s in ((outputs, seconds), (plain, plain_seconds))
-    )
-    texts = [[[a.text for a in each.outputs] for each in some] for some in (outputs, plain)]
-    equal = "the same answer" if texts[0] == texts[1] else "another answer"
-    print(
-        f"without drafts {plain_speed:.1f} tokens/s, {equal}: drafts make it "
-        f"{speed / plain_speed:.2f} times as fast",
-        file=sys.stderr,
-    )
 
 
 def _render(llm: Any, text: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
 
 _PICKED = {
     "greedy": "the likeliest",
-    "coupled": "drawn with the target's noise",
+    "coupled": "coupled to the target's draws",
     "probabilistic": "drawn with their own noise",
 }
 

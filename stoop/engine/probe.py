@@ -50,7 +50,7 @@ def step_times(
 ) -> list[float]:
     """Milliseconds with 0, 1 ... drafts: measured by engines for one request, and kept for later
     starts if nobody else was at work."""
-    path, key = cache_dir() / STORE, _machine(options, head)
+    path, key = cache_dir() / STORE, _machine(options, model, head)
     known = _read(path)
     if key not in known:
         busy = _is_busy()
@@ -108,10 +108,11 @@ def time_steps(engine: Steps, vocab_size: int) -> float:
     return 1000 * sorted(times)[TIMED_STEPS // 4]
 
 
-def _machine(options: EngineOptions, head: Path) -> str:
+def _machine(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     """What step times depend on."""
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
     parts = (
-        options.model, options.dtype, options.attention_backend, options.graph_mode,
+        options.model, dtype, options.attention_backend, options.graph_mode,
         hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16],
         _processor(), str(torch.get_num_threads()), torch.__version__, __version__,
     )  # fmt: skip

@@ -1,0 +1,50 @@
+"""What drafts are worth for one answer: both speeds, in rounds, one engine after the other."""
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+from stoop.core.outputs import RequestOutput
+
+ROUNDS = 3  # of each engine
+MAX_SPREAD = 1.4  # of rounds of the same engine: beyond it the machine does something else
+
+Round = Callable[[], list[RequestOutput]]
+
+
+def decode_speed(outputs: Sequence[RequestOutput]) -> float:
+    """Tokens a second behind the first: what came before is the prompt's, drafts or not."""
+    num_answers = sum(len(output.outputs) for output in outputs)
+    num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    first = min(output.times.first_token or output.times.arrival for output in outputs)
+    last = max(output.times.finished or 0.0 for output in outputs)
+    return (num_tokens - num_answers) / max(last - first, 1e-9)
+
+
+def measure(
+    run: Round, known: Sequence[RequestOutput] = ()
+) -> tuple[list[RequestOutput], list[float]]:
+    """The answer, and its speed in every round; `known` is the first round's, if it was run."""
+    rounds = [list(known)] if known else []
+    while len(rounds) < ROUNDS:
+        rounds.append(run())
+    return rounds[0], [decode_speed(each) for each in rounds]
+
+
+def print_gain(
+    outputs: Sequence[RequestOutput],
+    speeds: Sequence[float],
+    plain: Sequence[RequestOutput],
+    plain_speeds: Sequence[float],
+) -> None:
+    texts = [[[a.text for a in each.outputs] for each in some] for some in (outputs, plain)]
+    equal = "the same answer" if texts[0] == texts[1] else "another answer"
+    speed, plain_speed = statistics.median(speeds), statistics.median(plain_speeds)
+    line = (
+        f"behind the first token {speed:.1f} tokens/s, without drafts {plain_speed:.1f} tokens/s, "
+        f"{equal}: drafts make it {speed / max(plain_speed, 1e-9):.2f} times as fast"
+    )
+    spread = max(max(some) / max(min(some), 1e-9) for some in (speeds, plain_speeds))
+    if spread > MAX_SPREAD:
+        line += f", though rounds of the same engine differ by {spread:.1f} times here"
+    print(line, file=sys.stderr)
