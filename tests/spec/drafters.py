@@ -284,9 +284,9 @@ def run(llm: LLM, num_tokens: int) -> Trace:
             if output.finished:
                 outputs[output.request_id] = output
         step += 1
-    for number in (4, 5, 7):
-        prompt, params = every[number]
-        (outputs[f"again{number}"],) = llm.generate([prompt], params)
+    again = (4, 5, 7)
+    answers = llm.generate([every[n][0] for n in again], [every[n][1] for n in again])
+    outputs |= {f"again{n}": answer for n, answer in zip(again, answers, strict=True)}
     for name in sorted(outputs):
         trace.answers.append(list(outputs[name].outputs[0].token_ids))
         trace.finish_reasons.append(outputs[name].outputs[0].finish_reason)

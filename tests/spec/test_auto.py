@@ -128,7 +128,7 @@ def test_what_a_busy_machine_shows_is_not_kept(
         assert times == [10.0, 30.0, 40.0, 40.0]
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"a": ["b"]}', '{"%s": [1.0]}'])
+@pytest.mark.parametrize("content", ["", '{"a": ["b"]}', '{"%s": [1.0]}'])
 def test_a_broken_store_is_made_anew(
     target: str, timed: Callable[..., list[int]], tmp_path: Path, content: str
 ) -> None:
