@@ -70,13 +70,13 @@ class StagedWrites:
         if not self._edits:
             return
         edits, self._edits = self._edits, {}  # an edit that fails is not tried again
-        parts = [array for each in edits.values() for array in each.arrays()]
-        views = iter(self._send(parts))
+        sent = iter(self._send([array for each in edits.values() for array in each.arrays()]))
         for each in edits.values():
-            each.target.view(-1).index_copy_(0, next(views), next(views))
+            places, values = next(sent).view(torch.int64), next(sent).view(each.target.dtype)
+            each.target.view(-1).index_copy_(0, places, values)
 
     def _send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """To the device, side by side in one buffer."""
+        """Their bytes on the device, side by side in one buffer."""
         ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays])
         starts = [0, *ends[:-1].tolist()]
         pinned = self.device.type == "cuda"
@@ -86,10 +86,7 @@ class StagedWrites:
             memory[start : start + array.nbytes] = array.view(np.uint8)
         # A pinned block goes back to torch's host allocator only after the copy has run.
         sent = host.to(self.device, non_blocking=True)
-        return [
-            sent[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+        return [sent[s : s + array.nbytes] for s, array in zip(starts, arrays, strict=True)]
 
 
 def _last_edits(place: np.ndarray) -> np.ndarray:

@@ -241,7 +241,7 @@ class Decoding:
             if load.planted:
                 plant_prefix(engine, prompt)
             engine.add_request(name, prompt, PARAMS, final_only=True)
-        self.requests = list(engine.scheduler.waiting)
+        self.requests = list(engine.scheduler.waiting)  # nobody else's: there was no work
         self.first_token_s = self.advance(1).seconds
 
     def advance(self, num_tokens: int) -> Span:
