@@ -99,6 +99,9 @@ def tilings(tokens: int) -> Iterator[Any]:
     yield Tiling(16, 4, 16, 4, 2)  # several blocks of inputs, in ways
     yield Tiling(32, 1, 32, 1, 2)  # in one way
     yield Tiling(8, 2, 128, 2, 1)  # all inputs at once
+    if tokens > 8:  # in several programs
+        yield Tiling(16, 4, 16, 4, 2, tokens=8)
+        yield Tiling(8, 2, 128, 2, 1, tokens=16)
     if tokens <= 4:
         yield Tiling(4, 1, 64, 4, 1, dot=False)
         yield Tiling(2, 1, 256, 4, 1, dot=False)
@@ -227,7 +230,7 @@ def test_gated_candidates_fit_an_h200(bucket: int) -> None:
 
 
 def test_gated_products_leave_few_processors_idle() -> None:
-    """Of Llama-8B's gates and ups; not of Qwen3-14B's, 1B's, nor SmolLM2's."""
+    """Of Llama-8B's gates and ups; not of Qwen3-14B's, 1B's, nor 0.6B's; SmolLM2's go in parts."""
     from stoop.ops.kernels.linear_choice import LinearShape, Tiling, default
 
     def chosen(rows: int, inputs: int, bucket: int) -> Any:
@@ -235,8 +238,10 @@ def test_gated_products_leave_few_processors_idle() -> None:
 
     assert chosen(28672, 4096, 128) == Tiling(256, 1, 64, 8, 4)
     assert chosen(28672, 4096, 64) == Tiling(128, 1, 64, 8, 4)
-    for rows, inputs in ((34816, 5120), (16384, 2048), (3072, 576)):
+    for rows, inputs in ((34816, 5120), (16384, 2048), (6144, 1024)):
         assert chosen(rows, inputs, 128) is None and chosen(rows, inputs, 64) is None
+    assert chosen(3072, 576, 128) is None and chosen(3072, 576, 64).tokens == 16
+    assert chosen(28672, 4096, 16) is None
 
 
 def test_small_gpus_follow_measurements_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,20 +260,25 @@ def test_small_gpus_follow_measurements_only(monkeypatch: pytest.MonkeyPatch) ->
     assert choice.uses_skinny("add", x, weight)
 
 
-@pytest.mark.parametrize("bucket", [1, 4, 8, 32, 64])
+SHAPES_OF_MODELS = ((576, 576), (576, 1536), (960, 576), (49152, 576), (2048, 8192), (6144, 4096))
+
+
+@pytest.mark.parametrize("bucket", [1, 4, 8, 16, 32, 64, 128])
 def test_defaults_fit_an_h200(bucket: int) -> None:
     """Whatever the rules say unmeasured must run, for every kind and for large and small models."""
     from stoop.ops.kernels import linear_choice as choice
 
     for kind in ("linear", "logits", "add", "norm", "gated"):
-        if kind not in ("linear", "logits") and bucket > choice.MAX_NORMED:
-            continue  # left to cuBLAS, or to another kernel
-        for outputs, inputs in ((576, 576), (49152, 576), (2048, 8192), (6144, 4096)):
+        for outputs, inputs in SHAPES_OF_MODELS:
             shape = choice.LinearShape(kind, outputs, inputs, torch.bfloat16)
+            tiling = choice.default(shape, bucket) or choice.ANYWHERE
+            most = 64 if kind in ("linear", "logits") else choice.MAX_NORMED
+            if tiling.block_t(bucket) > most:
+                continue  # left to cuBLAS, or to another kernel
             case = make_case(kind, bucket, (128, inputs), torch.bfloat16)
             dtype = torch.float32 if kind == "logits" else None
             with compile_launches() as found:
-                case.run(choice.default(shape, bucket) or choice.ANYWHERE, dtype)
+                case.run(tiling, dtype)
             (compiled,) = found
             stack = STACK if bucket < 64 else 64  # a warp's 64 x 64 sums fill its registers
             assert compiled.shared <= MAX_SHARED and compiled.spilled <= stack, compiled

@@ -180,8 +180,8 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, SHARES: tl.constexpr, THREADS: tl.constexpr,
     WIDE: tl.constexpr, SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the weight times all tokens. In each block of WAYS * BLOCK_K inputs, every way is one
-    warp's: none reads what another does, and their sums are added once, at the end."""
+    """ROWS of the weight times BLOCK_T tokens. In each block of WAYS * BLOCK_K inputs, every way is
+    one warp's: none reads what another does, and their sums are added once, at the end."""
     if SIGNAL == AT_START:
         let_next_start(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -199,7 +199,7 @@ def _linear_kernel(
         bias = tl.load(bias_ptr + row)
     wait_for_inputs(PDL)
 
-    token = tl.arange(0, BLOCK_T)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     output = (first + tl.arange(0, OUTPUTS))[:, None]
     place = token[None, :].to(tl.int64) * num_outputs + output
     stored = (output < num_outputs) & (token < num_tokens)[None, :]
@@ -257,14 +257,15 @@ def launch(
     assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
     assert tiling.dot or num_tokens <= linear_choice.MAX_UNDOTTED, (tiling, num_tokens)
     outputs = tiling.rows // 2 if gated else tiling.rows
-    num_programs = triton.cdiv(num_outputs, outputs)
+    block_t = tiling.block_t(num_tokens)
+    grid = triton.cdiv(num_outputs, outputs), triton.cdiv(num_tokens, block_t)
     step, options = tiling.ways * tiling.block_k, overlapping(x)
-    ahead, shares = _ahead(weight, tiling.rows, num_programs, idle) if options["PDL"] else (0, 0)
-    kernel = _linear_kernel[(num_programs,)](
+    ahead, shares = _ahead(weight, tiling.rows, grid, idle) if options["PDL"] else (0, 0)
+    kernel = _linear_kernel[grid](
         x, weight, bias, x if norm[0] is None else norm[0], residual, out,
         num_tokens, num_outputs, num_inputs, norm[1], NORM=norm[0] is not None,
         GATED=gated, DOT=tiling.dot, EVEN=num_inputs % step == 0, ONCE=num_inputs <= step,
-        BLOCK_T=tiling.block_t(num_tokens), ROWS=tiling.rows, WAYS=tiling.ways,
+        BLOCK_T=block_t, ROWS=tiling.rows, WAYS=tiling.ways,
         BLOCK_K=tiling.block_k, AHEAD=ahead, SHARES=shares, SIGNAL=tiling.signal,
         LAST=tiling.num_stages * step if tiling.signal == linear_choice.WITH_LAST_LOADS else 0,
         THREADS=32 * tiling.num_warps,
@@ -272,24 +273,24 @@ def launch(
         WIDE=INTERPRETED and x.dtype == torch.bfloat16,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options,
     )  # fmt: skip
-    divide_memory(kernel, _division(tiling, num_tokens))
+    divide_memory(kernel, _division(tiling.dot, block_t))
 
 
-def _division(tiling: Tiling, num_tokens: int) -> int:
-    if not tiling.dot:
+def _division(dot: bool, block_t: int) -> int:
+    if not dot:
         return CACHE_FIRST
-    return BALANCED if tiling.block_t(num_tokens) == 8 else SHARED_FIRST
+    return BALANCED if block_t == 8 else SHARED_FIRST
 
 
-def _ahead(weight: Tensor, rows: int, num_programs: int, idle: bool) -> tuple[int, int]:
+def _ahead(weight: Tensor, rows: int, grid: tuple[int, int], idle: bool) -> tuple[int, int]:
     """Bytes to ask for while the inputs are waited for: of each row of a program, and 0; or of the
     whole weight, and how many programs share in that."""
     row_bytes = weight.shape[1] * weight.dtype.itemsize
     if row_bytes % 16 != 0 or weight.data_ptr() % 16 != 0:
         return 0, 0
     if idle:
-        return min(weight.nbytes, WHOLE_BYTES), min(num_programs, MAX_SHARES)
-    if num_programs > MAX_WAITING:  # they do not all start early
+        return min(weight.nbytes, WHOLE_BYTES), min(grid[0], MAX_SHARES)
+    if grid[0] * grid[1] > MAX_WAITING:  # they do not all start early
         return 0, 0
     return min(row_bytes, AHEAD_BYTES // rows), 0
 
@@ -349,7 +350,7 @@ def norm_linear_silu_(
     norm_weight: [inputs], or None for no norm; weight: [2n, inputs], gates first; out: [tokens, n]
     """
     tiling = _tiling("gated", x, weight)
-    if x.shape[0] <= linear_choice.MAX_NORMED:
+    if tiling.norms(x.shape[0]):
         launch(x, weight, out, tiling, bias=bias, norm=(norm_weight, eps), gated=True)
         return
     normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)

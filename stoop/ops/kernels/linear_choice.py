@@ -20,7 +20,7 @@ HALF = (torch.bfloat16, torch.float16)
 BUCKETS = (1, 4, 8, 16, 32, 64, 128)
 MAX_TOKENS = BUCKETS[-1]
 MAX_UNDOTTED = 4  # tokens that plain multiplications may serve
-MAX_NORMED = 32  # tokens whose norm is a part of the product; "gated" goes on without it
+MAX_NORMED = 32  # tokens of a program that norms them; "gated" goes on without that
 
 # When the next kernel may be launched: its programs then ask for their weights and wait.
 AT_START, WITH_LAST_LOADS, AFTER_LOOP = range(3)
@@ -48,6 +48,7 @@ class Tiling:
     ways: parts of a block of inputs, each multiplied by a warp of its own
     block_k: inputs of a part
     dot: by tensor cores, for at least 8 tokens; else by plain multiplications, for a few
+    tokens: of a program, 8 or more; 0: all, and so no part of the weight is read twice
     """
 
     rows: int
@@ -57,9 +58,17 @@ class Tiling:
     num_stages: int = 1
     signal: int = AT_START
     dot: bool = True
+    tokens: int = 0
 
     def block_t(self, num_tokens: int) -> int:
+        """Tokens of a program, when there are so many."""
+        if self.tokens:
+            return self.tokens
         return max(8, bucket_of(num_tokens)) if self.dot else bucket_of(num_tokens)
+
+    def norms(self, num_tokens: int) -> bool:
+        """Whether a program can norm its tokens."""
+        return self.block_t(num_tokens) <= MAX_NORMED
 
 
 Decision = Tiling | None  # None: cuBLAS, with norm and activation as kernels of their own
@@ -125,20 +134,18 @@ ANYWHERE = Tiling(32, 1, 64, 1, 4)  # fits all shapes; good for few
 
 def default(shape: LinearShape, bucket: int) -> Decision:
     """What to do unmeasured: the first rule that fits, by what was best on an H200."""
-    if shape.kind == "gated" and bucket > MAX_NORMED:
-        return _gated_of_many(shape, bucket)
     for kinds, buckets, max_inputs, max_outputs, decision in _RULES:
         fits = shape.num_inputs <= max_inputs and shape.num_outputs <= max_outputs
         if fits and shape.kind in kinds and bucket in buckets:
             return decision
-    return None
+    return _gated_of_many(shape, bucket) if shape.kind == "gated" else None
 
 
 def _gated_of_many(shape: LinearShape, bucket: int) -> Decision:
     """One program a processor, or two for half as many tokens: worth it if few have none."""
     num_programs = -(-shape.num_outputs // 256)
     rounds = -(-num_programs // H200_PROCESSORS)
-    if shape.num_inputs < 2048 or num_programs < 0.8 * rounds * H200_PROCESSORS:
+    if bucket <= MAX_NORMED or shape.num_inputs < 2048 or num_programs < 0.8 * rounds * H200_PROCESSORS:
         return None
     return Tiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
 
@@ -154,7 +161,16 @@ _RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] 
     ((*_PLAIN, "gated"), (1,), 1024, _ANY, Tiling(8, 1, 1024, 4, dot=False)),
     (_NORMS, (1,), _ANY, _ANY, Tiling(8, 1, 2048, 8, dot=False)),
     (_PLAIN, (1,), _ANY, _ANY, Tiling(2, 1, 2048, 8, dot=False)),
-    # Small models.
+    # Small models. Theirs are bound by latency: what is read more than once comes out of a cache.
+    (("norm",), (16, 32), 1024, 1024, Tiling(16, 4, 256, 4, tokens=8)),
+    (("norm",), (64,), 1024, 1024, Tiling(16, 4, 256, 4, tokens=16)),
+    (("norm",), (128,), 1024, 1024, Tiling(32, 1, 64, 1, 5, tokens=16)),
+    (("gated",), (32,), 1024, 4096, Tiling(32, 4, 256, 4, tokens=16)),
+    (("gated",), (64,), 1024, 4096, Tiling(32, 1, 64, 1, 5, tokens=16)),
+    (_PLAIN, (16,), 1024, 640, Tiling(16, 4, 256, 4, tokens=8)),
+    (_PLAIN, (32, 64), 1024, 640, Tiling(32, 4, 256, 4, tokens=16)),
+    (_PLAIN, (16,), 2047, 640, Tiling(16, 4, 128, 4, 4, tokens=8)),
+    (_PLAIN, (64,), 2047, 640, Tiling(16, 4, 128, 4, 4, tokens=16)),
     (_PLAIN, (4, 8), 1024, 640, Tiling(8, 4, 256, 4)),
     ((*_PLAIN, "norm"), (4, 8, 16, 32), 1024, 2**14, Tiling(16, 4, 256, 4)),
     (("gated",), (4, 8), 1024, _ANY, Tiling(32, 4, 256, 4)),

@@ -59,6 +59,10 @@ _SHORT = (
 _LONG = (
     (16, 4, 128, 4, 5), (32, 4, 128, 4, 4), (32, 2, 128, 2, 4), (32, 2, 64, 2, 4),
 )  # fmt: skip
+# In parts of 8 or 16 tokens.
+_IN_PARTS = (
+    (16, 4, 256, 4, 1), (32, 4, 256, 4, 1), (16, 4, 128, 4, 4), (32, 1, 64, 1, 5),
+)  # fmt: skip
 _GATED_OF_MANY = (
     (256, 1, 64, 8, 4), (128, 1, 64, 8, 4), (128, 1, 64, 4, 3), (64, 1, 64, 4, 4),
     (64, 1, 128, 4, 3),
@@ -71,17 +75,25 @@ def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
     plain = [Tiling(*t, dot=False) for t in (_PLAIN if bucket == 1 else _PLAIN_OF_FEW)]
     if bucket == 1:
         return plain
+    parts = []
+    if shape.num_inputs < 2048 and bucket > 8 and shape.kind != "logits":
+        parts = [
+            Tiling(*t, tokens=tokens)
+            for tokens in (8, 16)
+            for t in _IN_PARTS
+            if t[4] > 1 or t[1] * t[2] >= shape.num_inputs
+        ]
     if bucket > MAX_NORMED and shape.kind == "gated":
-        return [Tiling(*t) for t in _GATED_OF_MANY]
+        return parts + [Tiling(*t) for t in _GATED_OF_MANY]
     if bucket > 64:
-        return []  # cuBLAS fills a GPU with so many
+        return parts  # else cuBLAS fills a GPU with so many
     if bucket > MAX_NORMED and shape.kind not in ("linear", "logits"):
-        return []  # what is fused would not fit into registers
+        return parts  # of all tokens, what is fused would not fit into registers
     whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
     if bucket <= MAX_UNDOTTED:
         whole = plain + whole
     if shape.num_inputs < 2048:
-        return whole + [Tiling(*t) for t in _SHORT]
+        return parts + whole + [Tiling(*t) for t in _SHORT]
     if bucket > 8:
         return whole + [Tiling(*t) for t in _LONG_OF_MANY]
     signals = (AT_START, WITH_LAST_LOADS, AFTER_LOOP)
@@ -126,7 +138,7 @@ class Trial:
         out = torch.empty_like(residual, dtype=torch.float32 if kind == "logits" else None)
 
         def by_kernel(weight: Tensor, tiling: Tiling) -> None:
-            if kind == "gated" and num_tokens > MAX_NORMED:
+            if kind == "gated" and not tiling.norms(num_tokens):
                 launch_gated(norm.rms_norm(x, self.norm, EPS), weight, None, out, tiling)
                 return
             linear.launch(
