@@ -149,7 +149,8 @@ def run_checks(
     options["num_kv_blocks"] = 3 * -(-MAX_LEN // block_size)
     workloads = make_workloads(block_size, _num_drafts(engine))
     report("checking eager steps", 0, None)
-    eager = LLM(folder, **{k: v for k, v in options.items() if k != "capture_sizes"})
+    uncaptured = {name: value for name, value in options.items() if name != "capture_sizes"}
+    eager = LLM(folder, graph_mode="none", **uncaptured)
     device = eager.config.device
     expected = _eager_outcomes(eager, workloads) if device.dtype == "float64" else None
     head_dim = eager.config.model.head_dim

@@ -77,8 +77,8 @@ class Sanitizer:
         self.buffers = [b for b in buffers if b.lifetime in (Lifetime.STEP, Lifetime.DRAFT)]
         self.step = 0
         # By buffer: the step that wrote each element last, 0 for never.
-        self._stamps = {b.name: _shadow(b, torch.int64) for b in self.buffers}
-        self._footprints: dict[Any, dict[str, Tensor]] = {}
+        self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int64) for b in self.buffers}
+        self._footprints: dict[Any, list[tuple[Buffer, Tensor]]] = {}
 
     def learn(self, key: Any, function: Callable[[], object]) -> None:
         """Watch a graph's phases and remember which elements they rely on."""
@@ -86,7 +86,9 @@ class Sanitizer:
             watcher = _Watcher(self.buffers)
         with watcher:
             function()
-        self._footprints[key] = watcher.relied_on
+        with _disable_current_modes():
+            relied = ((b, watcher.relied_on[b.name]) for b in self.buffers)
+            self._footprints[key] = [(b, mask) for b, mask in relied if bool(mask.any())]
 
     def begin_step(self) -> None:
         self._stamp_written()
@@ -100,15 +102,15 @@ class Sanitizer:
 
     def check_reads(self, key: Any, reader: str) -> None:
         """Refuse a replay that would read an element which this step has not written."""
-        for buffer in self.buffers:
-            stale = _marked(buffer.tensor).cpu() & self._footprints[key][buffer.name]
+        for buffer, relied in self._footprints[key]:
+            stale = _marked(buffer.tensor) & relied.to(buffer.tensor.device)
             if bool(stale.any()):
                 written = int(self._stamps[buffer.name][stale].max())
                 raise StaleRead(reader, buffer.name, written, self.step)
 
     def _stamp_written(self) -> None:
         for buffer in self.buffers:
-            self._stamps[buffer.name][~_marked(buffer.tensor).cpu()] = self.step
+            self._stamps[buffer.name].masked_fill_(~_marked(buffer.tensor), self.step)
 
     @staticmethod
     def _mark_all(buffers: Iterable[Buffer]) -> None:
