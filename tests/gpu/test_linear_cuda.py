@@ -53,7 +53,8 @@ def test_gated_products_of_many_tokens() -> None:
         bias = size[0] == 202
         case = make_case("gated alone", tokens, size, torch.bfloat16, bias=bias, device="cuda")
         exact = case.exact()
-        for tiling in candidates(LinearShape("gated", *size, torch.bfloat16), 128)[:2]:
+        found = candidates(LinearShape("gated", *size, torch.bfloat16), 128)
+        for tiling in [tiling for tiling in found if not tiling.tokens][:2]:
             out, again = torch.full_like(case.residual, torch.nan), torch.empty_like(case.residual)
             launch_gated(case.x, case.weight, case.bias, out, tiling)
             launch_gated(case.x, case.weight, case.bias, again, tiling)

@@ -29,7 +29,6 @@ from stoop.ops.kernels.attention_parts import (
 )
 from stoop.ops.kernels.choice import has_large_tiles
 from stoop.ops.kernels.launch import (
-    BALANCED,
     SHARED_FIRST,
     divide_memory,
     let_next_start,
@@ -50,8 +49,6 @@ MAX_SPLITS = 64
 MIN_MIXED_SPLITS = 4
 MAX_PARTIAL_BYTES = 128 * 2**20
 REDUCE_PROGRAMS = 16  # a row and KV head
-# A step of few tokens behind some hundred keys has no more splits than this.
-SUMMED_SPLITS, REDUCE_WARPS = 16, 4
 # With small heads and few rows a step is bound by the latency of its kernels, and they overlap best
 # if attention takes no more memory than one program a processor needs, or two.
 ONE_A_PROCESSOR = 43
@@ -127,7 +124,7 @@ def _reduce_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum up the splits that a row has, BLOCK_S at a time, for one query head of one token."""
+    """Sum up the splits that a row has. One query head of one token at a time."""
     let_next_start(PDL)
     kv_head, lane, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, query_len, context, seq_len = row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
@@ -135,28 +132,23 @@ def _reduce_kernel(
     if query_len > max_len:
         return
     _, start, size = splits(context, seq_len, window, num_splits, WINDOWED, BLOCK_N)
-    num_live = tl.cdiv(seq_len - start, size)  # no more than num_splits
+    split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
+    live = start + split * size < seq_len  # of no more than num_splits
+    wanted = live[:, None] & (column < HEAD_DIM)[None, :]
     sums_ptr = part_ptr + part_size * HEAD_DIM
     for m in range(lane, query_len * GROUP, tl.num_programs(1)):
         head = kv_head * GROUP + m % GROUP
-        first = first_part(row, begin, max_len) + m // GROUP
-        first = (first * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * num_splits
-        highest, summed, out = -1e30, 0.0, tl.zeros((BLOCK_D,), tl.float32)
-        for some in range(0, num_live, BLOCK_S):
-            split = some + tl.arange(0, BLOCK_S)
-            live, part = split < num_live, first + split
-            wanted = live[:, None] & (column < HEAD_DIM)[None, :]
-            peak = tl.load(sums_ptr + part, mask=live, other=-1e30)
-            total = tl.load(sums_ptr + part_size + part, mask=live, other=0.0)
-            acc = tl.load(part_ptr + part[:, None] * HEAD_DIM + column[None, :], wanted, other=0.0)
-            fresh = tl.maximum(highest, tl.max(peak, 0))
-            weight, fade = tl.exp2(peak - fresh), tl.exp2(highest - fresh)
-            summed = summed * fade + tl.sum(total * weight, 0)
-            out = out * fade + tl.sum(acc * weight[:, None], 0)
-            highest = fresh
-        out = (out / tl.where(summed > 0, summed, 1.0)).to(out_ptr.dtype.element_ty)
+        part = first_part(row, begin, max_len) + m // GROUP
+        part = (part * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * num_splits + split
+        peak = tl.load(sums_ptr + part, mask=live, other=-1e30)
+        total = tl.load(sums_ptr + part_size + part, mask=live, other=0.0)
+        acc = tl.load(part_ptr + part[:, None] * HEAD_DIM + column[None, :], wanted, other=0.0)
+        weight = tl.exp2(peak - tl.max(peak, 0))
+        summed = tl.sum(total * weight, 0)
+        out = tl.sum(acc * weight[:, None], 0) / tl.where(summed > 0, summed, 1.0)
         where = (begin + m // GROUP).to(tl.int64) * out_stride + head * HEAD_DIM
+        out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + where + column, out, mask=column < HEAD_DIM)
 
 
@@ -281,9 +273,7 @@ def count_processors(device: torch.device) -> int:
 
 def _division(head_dim: int, num_rows: int) -> int:
     """num_rows: KV heads of all requests. As many programs a processor as fit, unless few come."""
-    if head_dim > 64 or num_rows > 16:
-        return SHARED_FIRST
-    return ONE_A_PROCESSOR if num_rows <= 4 else BALANCED
+    return ONE_A_PROCESSOR if head_dim <= 64 and num_rows <= 4 else SHARED_FIRST
 
 
 def plan_attention(
@@ -387,10 +377,10 @@ class _Call:
         lanes = min(REDUCE_PROGRAMS, max_len * options["GROUP"])
         _reduce_kernel[(num_kv_heads, lanes, num_reqs)](
             *self.pointers[2:5], self.pointers[7], partials, part_size, max_len, self.numbers[1],
-            splits, self.strides[2], BLOCK_S=min(SUMMED_SPLITS, triton.next_power_of_2(splits)),
+            splits, self.strides[2], BLOCK_S=triton.next_power_of_2(splits),
             BLOCK_N=tiling.block_n,
             **{name: options[name] for name in ("WINDOWED", "GROUP", "HEAD_DIM", "BLOCK_D")},
-            num_warps=REDUCE_WARPS if splits >= SUMMED_SPLITS else 1, **overlapping(q),
+            num_warps=4 if splits >= 16 else 1, **overlapping(q),
         )  # fmt: skip
 
     def _options(self) -> dict[str, int]:
