@@ -50,7 +50,7 @@ MIN_MIXED_SPLITS = 4
 MAX_PARTIAL_BYTES = 128 * 2**20
 REDUCE_PROGRAMS = 16  # a row and KV head
 # With small heads and few rows a step is bound by the latency of its kernels, and they overlap best
-# if attention takes no more memory than one program a processor needs, or two.
+# if attention takes no more memory than one program a processor needs.
 ONE_A_PROCESSOR = 43
 
 

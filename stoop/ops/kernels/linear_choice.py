@@ -144,8 +144,8 @@ def default(shape: LinearShape, bucket: int) -> Decision:
 def _gated_of_many(shape: LinearShape, bucket: int) -> Decision:
     """One program a processor, or two for half as many tokens: worth it if few have none."""
     num_programs = -(-shape.num_outputs // 256)
-    rounds = -(-num_programs // H200_PROCESSORS)
-    if bucket <= MAX_NORMED or shape.num_inputs < 2048 or num_programs < 0.8 * rounds * H200_PROCESSORS:
+    places = -(-num_programs // H200_PROCESSORS) * H200_PROCESSORS
+    if bucket <= MAX_NORMED or shape.num_inputs < 2048 or num_programs < 0.8 * places:
         return None
     return Tiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
 
