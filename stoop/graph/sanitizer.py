@@ -77,7 +77,7 @@ class Sanitizer:
         self.buffers = [b for b in buffers if b.lifetime in (Lifetime.STEP, Lifetime.DRAFT)]
         self.step = 0
         # By buffer: the step that wrote each element last, 0 for never.
-        self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int64) for b in self.buffers}
+        self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int32) for b in self.buffers}
         self._footprints: dict[Any, list[tuple[Buffer, Tensor]]] = {}
 
     def learn(self, key: Any, function: Callable[[], object]) -> None:
@@ -135,8 +135,8 @@ class _Watcher(LeafMode):
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         super().__init__()
         self._buffers = {b.tensor.untyped_storage().data_ptr(): b for b in buffers}
-        self._written = {b.name: _shadow(b, torch.bool) for b in self._buffers.values()}
-        self.relied_on = {b.name: _shadow(b, torch.bool) for b in self._buffers.values()}
+        self._written = {b.name: _shadow(b) for b in self._buffers.values()}
+        self.relied_on = {b.name: _shadow(b) for b in self._buffers.values()}
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_view(func):
@@ -169,10 +169,10 @@ class _Watcher(LeafMode):
         return self._buffers.get(tensor.untyped_storage().data_ptr())
 
 
-def _shadow(buffer: Buffer, dtype: torch.dtype) -> Tensor:
+def _shadow(buffer: Buffer) -> Tensor:
     """On the host, so that keeping it up is no part of a CUDA graph being captured."""
     assert buffer.tensor.is_contiguous(), buffer.name
-    return torch.zeros(buffer.tensor.shape, dtype=dtype)
+    return torch.zeros(buffer.tensor.shape, dtype=torch.bool)
 
 
 def _same_part(shadow: Tensor, tensor: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Microseconds of a layer by how processors divide their memory, for whoever sets the constants of
 ops/kernels/launch.py.
 
-On a CUDA device: PYTHONPATH=. python tests/gpu/tune_memory.py
+On a CUDA device: PYTHONPATH=. python tests/gpu/tune_memory.py [--context 600]
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from stoop.ops.kernels.launch import ask_division
 from stoop.ops.kernels.linear_tuning import time_graph
 
 DEVICE = torch.device("cuda")
-BLOCK_SIZE, CONTEXT = 16, 600
+BLOCK_SIZE = 16
 DRIVERS_CHOICE = -1
 PERCENTS = (DRIVERS_CHOICE, 0, 14, 28, 43, 57, 71, 100)
 LAYERS = {"llama-8b": 8, "llama-1b": 16, "smollm2-135m": 30}
-LOADS = ((1, 1), (1, 4), (8, 1), (8, 4), (32, 4))  # requests, query tokens of each
+LOADS = ((1, 1), (1, 4), (4, 4), (8, 1), (8, 4), (32, 4))  # requests, query tokens of each
 
 loaded: list[int] = []  # kernels, as the driver knows them
 
@@ -40,9 +41,9 @@ def ask_all(percent: int) -> None:
         ask_division(function, percent)
 
 
-def build(shape: str) -> LlamaModel:
+def build(shape: str, max_len: int) -> LlamaModel:
     with tempfile.TemporaryDirectory() as folder:
-        config = target_config(shape, 8192) | {"num_hidden_layers": LAYERS[shape]}
+        config = target_config(shape, max_len) | {"num_hidden_layers": LAYERS[shape]}
         spec = read_model_spec(write_config(Path(folder, shape), config))
     torch.set_default_dtype(torch.bfloat16)
     with DEVICE:
@@ -50,24 +51,24 @@ def build(shape: str) -> LlamaModel:
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
         parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(std=0.02)
-    model.prepare(8192)
+    model.prepare(max_len)
     return model
 
 
 class Step:
     """A pass of some requests behind a context, each with blocks of its own in random order."""
 
-    def __init__(self, model: LlamaModel, batch: int, query_len: int) -> None:
+    def __init__(self, model: LlamaModel, batch: int, query_len: int, context: int) -> None:
         self.model, spec = model, model.spec
-        num_blocks = -(-(CONTEXT + query_len) // BLOCK_SIZE)
+        num_blocks = -(-(context + query_len) // BLOCK_SIZE)
         table = torch.randperm(batch * num_blocks).view(batch, -1)
-        positions = (CONTEXT + torch.arange(query_len)).expand(batch, -1)
+        positions = (context + torch.arange(query_len)).expand(batch, -1)
         blocks = table.gather(1, positions // BLOCK_SIZE)
         shape = (2, table.numel(), BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         caches = [torch.randn(shape, device=DEVICE).bfloat16() for _ in model.layers]
         backend = TritonBackend.__new__(TritonBackend)
         backend.kernels, backend.num_sms = attention, attention.count_processors(DEVICE)
-        lengths = torch.full((batch,), CONTEXT)
+        lengths = torch.full((batch,), context)
         metadata = TritonMetadata(
             query_start_loc=_numbers(torch.arange(batch + 1) * query_len),
             context_lens=_numbers(lengths),
@@ -93,10 +94,13 @@ def _numbers(values: Tensor) -> Tensor:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--context", type=int, default=600, help="tokens before those of a step")
+    context = parser.parse_args().context
     steps = [
-        (f"{shape}, {batch} x {query_len}", Step(model, batch, query_len))
+        (f"{shape}, {batch} x {query_len}", Step(model, batch, query_len, context))
         for shape in LAYERS
-        for model in (build(shape),)
+        for model in (build(shape, context + 64),)
         for batch, query_len in LOADS
     ]
     triton.knobs.runtime.kernel_load_end_hook.add(remember)

@@ -122,6 +122,18 @@ def test_products_equal_float64(tokens: int, kind: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("tokens", [40, 100])
+def test_many_tokens_in_parts_equal_float64(tokens: int) -> None:
+    from stoop.ops.kernels.linear_choice import Tiling
+
+    torch.manual_seed(tokens)
+    for kind in KINDS:
+        case = make_case(kind, tokens, SIZES[0], torch.bfloat16, bias=True)
+        for tiling in (Tiling(16, 4, 16, 4, 2, tokens=16), Tiling(8, 2, 128, 2, 1, tokens=8)):
+            assert_right(case.run(tiling), case.exact(), limit_of(torch.bfloat16))
+
+
+@pytest.mark.interpreted
 def test_operations_equal_float64() -> None:
     from stoop.ops.kernels import linear as kernels
 
@@ -162,13 +174,14 @@ def test_gated_products_of_many_tokens_equal_float64(tokens: int, dtype: torch.d
 @pytest.mark.interpreted
 @pytest.mark.parametrize("tokens", [32, 33, 128])
 def test_the_norm_of_gated_products(tokens: int) -> None:
-    """Inside the kernel for few tokens, before it for many."""
+    """Inside the kernel for few tokens, before it for many, unless they are cut into parts."""
     from stoop.ops.kernels import linear as kernels
 
     torch.manual_seed(0)
-    case = make_case("gated", tokens, (44, 200), torch.bfloat16, bias=True)
-    out = kernels.norm_linear_silu(case.x, case.norm, EPS, case.weight, case.bias)
-    assert_right(out, case.exact(), limit_of(torch.bfloat16))
+    for size in ((44, 200), (44, 1040)):
+        case = make_case("gated", tokens, size, torch.bfloat16, bias=True)
+        out = kernels.norm_linear_silu(case.x, case.norm, EPS, case.weight, case.bias)
+        assert_right(out, case.exact(), limit_of(torch.bfloat16))
 
 
 @pytest.mark.interpreted
@@ -289,7 +302,11 @@ def test_measurements_are_kept(tmp_path: Path) -> None:
     from stoop.ops.kernels.linear_choice import LinearShape, Tiling
 
     shape = LinearShape("gated", 3072, 576, torch.bfloat16)
-    decisions = {(shape, 1): Tiling(4, 1, 1024, 4, dot=False), (shape, 64): None}
+    decisions = {
+        (shape, 1): Tiling(4, 1, 1024, 4, dot=False),
+        (shape, 16): Tiling(32, 1, 64, 1, 5, tokens=8),
+        (shape, 64): None,
+    }
     tuning.save(tmp_path / "new" / "some.json", decisions)
     assert tuning.load(tmp_path / "new" / "some.json") == decisions
     assert tuning.load(tmp_path / "none.json") == {}

@@ -92,7 +92,7 @@ def launch_gated(
     (num_tokens, num_inputs), num_outputs = x.shape, weight.shape[0] // 2
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
     assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
-    assert tiling.dot and tiling.ways == 1, tiling
+    assert tiling.dot and tiling.ways == 1 and not tiling.tokens, tiling
     outputs, options = tiling.rows // 2, overlapping(x)
     ahead = tiling.num_stages * tiling.block_k * weight.dtype.itemsize
     row_bytes = num_inputs * weight.dtype.itemsize

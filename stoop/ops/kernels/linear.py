@@ -1,9 +1,10 @@
 """Matrix products of few tokens, with what stands before and after them in a decoder layer.
 
-They are bound by reading the weights once. So one program takes a band of outputs and walks all
-inputs; the norm before the product costs it no pass of its own, because the scale of a token is a
-factor of its whole row: squares are summed beside the product, and the scale multiplies its end.
-No program needs another's sum, and the same inputs give the same bits.
+They are bound by reading the weights once. So one program takes a band of outputs, for all tokens
+or, where weights are small, for some of them, and walks all inputs. The norm before the product
+costs it no pass of its own, because the scale of a token is a factor of its whole row: squares are
+summed beside the product, and the scale multiplies its end. No program needs another's sum, and the
+same inputs give the same bits.
 """
 
 import torch

@@ -48,7 +48,7 @@ class Tiling:
     ways: parts of a block of inputs, each multiplied by a warp of its own
     block_k: inputs of a part
     dot: by tensor cores, for at least 8 tokens; else by plain multiplications, for a few
-    tokens: of a program, 8 or more; 0: all, and so no part of the weight is read twice
+    tokens: of a program, 8, 16 or 32; 0: all, and so no part of the weight is read twice
     """
 
     rows: int
@@ -95,8 +95,8 @@ def uses_skinny(kind: Kind, x: Tensor, weight: Tensor) -> bool:
     """Whether our kernel serves this call. x: [tokens, inputs], weight: [outputs, inputs]"""
     if x.dtype not in HALF or not uses_kernels(x):
         return False
-    # A large state times the norm's weight, before it is scaled, is more than float16 holds. (Of
-    # more than MAX_NORMED tokens the norm comes first, and cuBLAS serves them all the same.)
+    # A large state times the norm's weight, before it is scaled, is more than float16 holds. (Where
+    # the norm comes first, cuBLAS serves them all the same.)
     if kind in _NORMS and x.dtype == torch.float16:
         return False
     shape = LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype)
@@ -138,14 +138,15 @@ def default(shape: LinearShape, bucket: int) -> Decision:
         fits = shape.num_inputs <= max_inputs and shape.num_outputs <= max_outputs
         if fits and shape.kind in kinds and bucket in buckets:
             return decision
-    return _gated_of_many(shape, bucket) if shape.kind == "gated" else None
+    many_gated = shape.kind == "gated" and bucket > MAX_NORMED
+    return _gated_of_many(shape, bucket) if many_gated else None
 
 
 def _gated_of_many(shape: LinearShape, bucket: int) -> Decision:
     """One program a processor, or two for half as many tokens: worth it if few have none."""
     num_programs = -(-shape.num_outputs // 256)
     places = -(-num_programs // H200_PROCESSORS) * H200_PROCESSORS
-    if bucket <= MAX_NORMED or shape.num_inputs < 2048 or num_programs < 0.8 * places:
+    if shape.num_inputs < 2048 or num_programs < 0.8 * places:
         return None
     return Tiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
             Tiling(*t, tokens=tokens)
             for tokens in (8, 16)
             for t in _IN_PARTS
-            if t[4] > 1 or t[1] * t[2] >= shape.num_inputs
+            if tokens < bucket and (t[4] > 1 or t[1] * t[2] >= shape.num_inputs)
         ]
     if bucket > MAX_NORMED and shape.kind == "gated":
         return parts + [Tiling(*t) for t in _GATED_OF_MANY]
@@ -239,7 +239,7 @@ def load(path: Path) -> dict[Key, Decision]:
         return {}
     return {
         (LinearShape(kind, outputs, inputs, getattr(torch, dtype)), bucket): tiling
-        and Tiling(*tiling)
+        and Tiling(**tiling)
         for (kind, outputs, inputs, dtype), bucket, tiling in rows
     }
 
@@ -247,7 +247,7 @@ def load(path: Path) -> dict[Key, Decision]:
 def save(path: Path, decisions: dict[Key, Decision]) -> None:
     rows = [
         ((s.kind, s.num_outputs, s.num_inputs, str(s.dtype).removeprefix("torch.")), bucket,
-         tiling and astuple(tiling))
+         tiling and asdict(tiling))
         for (s, bucket), tiling in decisions.items()
     ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
