@@ -1,5 +1,6 @@
 """Fixtures for every kind of test."""
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -7,6 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fakes import CheckpointStore
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector passes over what has been imported: a fifth of the tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -29,20 +29,32 @@ class Purpose(IntEnum):
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of four counter words and two key words; all int64 holding 32 bits."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    """Four words of four counter words and two key words; all int64 holding 32 bits.
+
+    What a round does, it does to two pairs of words: words 0 and 2 are multiplied, and each takes
+    the place of the other.
+    """
+    first, second = _pair(counter[0], counter[2]), _pair(counter[1], counter[3])
+    first, second = torch.broadcast_tensors(first, second)
+    multipliers, weyl = _constants(_MULTIPLIERS, first), _constants(_WEYL, first)
+    keys = _pair(*key)
     for _ in range(_ROUNDS):
         # A product of two 32-bit words wraps around in int64, which keeps all 64 bits.
-        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (high >> 32) & _MASK ^ c1 ^ k0,
-            high & _MASK,
-            (low >> 32) & _MASK ^ c3 ^ k1,
-            low & _MASK,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+        crossed = (first * multipliers).flip(0)
+        first = (crossed >> 32).bitwise_and_(_MASK).bitwise_xor_(second).bitwise_xor_(keys)
+        second = crossed.bitwise_and_(_MASK)
+        keys = (keys + weyl) & _MASK
+    return first[0], second[0], first[1], second[1]
+
+
+def _pair(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(a, b))
+
+
+def _constants(values: tuple[int, int], like: Tensor) -> Tensor:
+    """[2, 1 ...]: made on the device, where a copy from the host would not be captured."""
+    number = torch.arange(2, device=like.device).view(2, *[1] * (like.dim() - 1))
+    return number * (values[1] - values[0]) + values[0]
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:

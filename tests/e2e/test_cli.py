@@ -247,11 +247,11 @@ def test_chat_keeps_history(text_model: Path) -> None:
 
 
 def test_check_proves_graphs_equal_and_ends_with_json() -> None:
-    done = run("check", "--modes", "step,piecewise", "--backends", "hostplan")
+    done = run("check", "--modes", "piecewise", "--backends", "hostplan")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal") >= 2
+    assert "equal" in done.stdout
     record = json.loads(done.stdout.splitlines()[-1])
-    assert record == {"cases": 50, "failed": 0, "failures": []}
+    assert record == {"cases": 25, "failed": 0, "failures": []}
 
 
 def test_check_proves_the_graphs_of_a_head() -> None:

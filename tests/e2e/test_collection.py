@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from stoop.worker.device import exempt_from_collection
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> None:
+def nothing_frozen() -> Iterator[None]:
     gc.collect()
     gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_an_exempt_engine_is_passed_over_and_goes_with_its_owner(text_model: Path) -> None:

@@ -116,21 +116,17 @@ def test_products_equal_float64(tokens: int, kind: str, dtype: torch.dtype) -> N
     for size in SIZES:
         for tiling in tilings(tokens):
             case = make_case(kind, tokens, size, dtype, bias=size == SIZES[0])
-            out = case.run(tiling)
-            assert_right(out, case.exact(), limit_of(dtype))
-            assert torch.equal(out, case.run(tiling))
+            assert_right(case.run(tiling), case.exact(), limit_of(dtype))
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("tokens", [40, 100])
-def test_many_tokens_in_parts_equal_float64(tokens: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_tokens_in_parts_equal_float64(kind: str) -> None:
     from stoop.ops.kernels.linear_choice import Tiling
 
-    torch.manual_seed(tokens)
-    for kind in KINDS:
-        case = make_case(kind, tokens, SIZES[0], torch.bfloat16, bias=True)
-        for tiling in (Tiling(16, 4, 16, 4, 2, tokens=16), Tiling(8, 2, 128, 2, 1, tokens=8)):
-            assert_right(case.run(tiling), case.exact(), limit_of(torch.bfloat16))
+    torch.manual_seed(0)
+    case = make_case(kind, 100, SIZES[0], torch.bfloat16, bias=True)
+    assert_right(case.run(Tiling(16, 2, 64, 4, 1, tokens=16)), case.exact(), 2e-2)
 
 
 @pytest.mark.interpreted

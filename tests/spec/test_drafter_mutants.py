@@ -40,7 +40,7 @@ class Mutant:
     by_sanitizer: bool = True
     by_equality: bool = True
     drafter: str = "eagle3-noisy"
-    num_tokens: int = 5
+    num_tokens: int = 3
 
 
 # ---- mechanism 1: the captured attention state ----
@@ -390,7 +390,11 @@ MUTANTS = [
     ),
     Mutant("ids not shifted", do_not_shift_the_ids, "full", by_sanitizer=False),
     Mutant(
-        "a chunk's next token forgotten", forget_the_next_prompt_token, "full", by_sanitizer=False
+        "a chunk's next token forgotten",
+        forget_the_next_prompt_token,
+        "full",
+        by_sanitizer=False,
+        num_tokens=5,
     ),
     Mutant(
         "drafting behind rejected tokens", draft_behind_rejected_tokens, "full", by_sanitizer=False

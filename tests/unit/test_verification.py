@@ -318,7 +318,7 @@ def drawn_rig(params: list[SamplingParams], draft_logits: torch.Tensor) -> Rig:
 
 
 def test_drawn_drafts_leave_the_targets_distribution_at_every_position() -> None:
-    n = 20_000
+    n = 8_000
     draft_logits = torch.tensor([[1.0, 0.0, 2.0, 0.5, 1.0], [0.0, 1.0, 0.0, 1.0, 0.0]])
     rig = drawn_rig([NOISY] * n, draft_logits)
     logits = LOGITS / 2
@@ -332,7 +332,7 @@ def test_drawn_drafts_leave_the_targets_distribution_at_every_position() -> None
 
 def test_positions_without_a_draft_are_drawn_plainly() -> None:
     """Nothing is taken off a distribution that no draft was drawn from."""
-    n = 20_000
+    n = 8_000
     rig = drawn_rig([NOISY] * n, torch.zeros(K, VOCAB))
     rig.num_drafts = torch.zeros(n, dtype=torch.int64)
     tokens, counts = rig.verify(LOGITS / 2)
