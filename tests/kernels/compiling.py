@@ -36,6 +36,7 @@ class Compiled:
     registers: int
     spilled: int  # bytes of stack
     signals_late: bool  # the next kernel may start only when this one has waited
+    aligned: frozenset[str]  # arguments that are multiples of 16, and known to be
 
     def __str__(self) -> str:
         constants = ", ".join(f"{k}={v}" for k, v in self.constants.items())
@@ -73,19 +74,22 @@ def _compile(
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value, parameter = given[name], kernel.params[index]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        special = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and value == 1):
             signature[name], constants[(index,)] = "constexpr", value
             continue
         signature[name] = _type(value)
-        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if aligned and not isinstance(value, bool):
+        aligned = isinstance(value, torch.Tensor) or (special and value % 16 == 0)
+        if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     done = triton.compile(source, target=GPUTarget(*target), options=settings)
     registers, spilled = _resources(done.asm["cubin"])
     shown = {kernel.arg_names[key[0]]: value for key, value in constants.items()}
     late = _signals_late(done.asm["ptx"], kernel.__name__) if shown.get("PDL") else False
-    return Compiled(kernel.__name__, shown, done.metadata.shared, registers, spilled, late)
+    aligned = frozenset(kernel.arg_names[key[0]] for key in attributes)
+    shared = done.metadata.shared
+    return Compiled(kernel.__name__, shown, shared, registers, spilled, late, aligned)
 
 
 def _signals_late(ptx: str, name: str) -> bool:

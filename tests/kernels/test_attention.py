@@ -396,6 +396,21 @@ def test_kernels_compile_for_an_h200(
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
 
 
+def test_batches_of_any_size_share_their_kernels() -> None:
+    """What a step of another size had to wait for a compiler for would keep a user waiting."""
+    heads, dtype = Heads(2, 4, 64), torch.bfloat16
+    with compile_launches() as found:
+        for num_reqs, query_len in ((1, 100), (4, 100), (3, 33), (16, 7)):  # prompts
+            attend(blank_case(heads, query_len, dtype, num_reqs), num_sms=132)
+        for num_reqs in (300, 304, 333):
+            attend(blank_case(heads, 4, dtype, num_reqs), max_query_len=4, num_sms=132)
+    prompts = [compiled for compiled in found if compiled.kernel == "_tile_kernel"]
+    decodes = found[-3:]
+    assert {compiled.kernel for compiled in decodes} == {"_split_kernel"} and len(prompts) == 4
+    for launches in (prompts, decodes):
+        assert len({(str(each.constants), each.aligned) for each in launches}) == 1, launches
+
+
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [(128, torch.bfloat16), (256, torch.bfloat16), (256, torch.float32)],

@@ -54,7 +54,7 @@ REDUCE_PROGRAMS = 16  # a row and KV head
 ONE_A_PROCESSOR = 43
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_size", "max_len", "num_tokens", "num_reqs"])
 def _split_kernel(
     q_ptr, cache_ptr, start_loc_ptr, context_ptr, seq_len_ptr, slot_ptr, table_ptr, out_ptr,
     part_ptr, part_size, max_len, scale, window, num_tokens, num_reqs,
@@ -117,7 +117,7 @@ def _split_kernel(
         store_part(part_ptr, part_size, part, inside, alive, peak, total, acc, column, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_size", "max_len", "num_splits"])
 def _reduce_kernel(
     start_loc_ptr, context_ptr, seq_len_ptr, out_ptr, part_ptr, part_size, max_len, window,
     num_splits, out_stride, BLOCK_S: tl.constexpr, WINDOWED: tl.constexpr,
@@ -152,7 +152,7 @@ def _reduce_kernel(
         tl.store(out_ptr + where + column, out, mask=column < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["short", "num_tokens", "num_reqs"])
 def _tile_kernel(
     q_ptr, cache_ptr, start_loc_ptr, context_ptr, seq_len_ptr, slot_ptr, table_ptr, out_ptr,
     short, scale, window, num_tokens, num_reqs,

@@ -288,7 +288,7 @@ def prepare_draft_decode(
 # ---- drafts ----
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _commit_draft_kernel(
     row_slots_ptr,
     room_ptr,

@@ -138,7 +138,7 @@ def join_embedded(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _take_and_norm_kernel(
     x_ptr, index_ptr, weight_ptr, out_ptr, normed_ptr, count, size, eps,
     INDEXED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

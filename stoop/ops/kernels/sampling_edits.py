@@ -116,7 +116,7 @@ def forbid_stops_(
     _forbid_stops_(logits, ids, counts, min_tokens, *lengths, slot)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_width"])
 def _forbid_bad_words_kernel(
     logits_ptr,
     slot_ptr,
@@ -195,7 +195,7 @@ def _history_part(tokens_ptr, start, num_tokens, size, PART: tl.constexpr):
     return place, token, (token >= 0) & (token < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_width"])
 def _penalise_kernel(
     logits_ptr,
     slot_ptr,

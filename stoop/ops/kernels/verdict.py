@@ -10,7 +10,7 @@ from stoop.ops.kernels.launch import overlapping, start_in_turn
 from stoop.ops.library import register
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _write_verdict_kernel(
     chosen_ptr,
     accepts_ptr,
