@@ -364,7 +364,9 @@ def follow_measured_products(device: torch.device) -> None:
     """Decide who multiplies few tokens as `stoop tune` found it on this GPU, if it was run."""
     from stoop.ops.kernels.linear_tuning import follow_measured
 
-    log.info("matrix products of few tokens: %d measured", follow_measured(device))
+    count = follow_measured(device)
+    rules = "`stoop tune` measures them; until then they go by what was best on an H200"
+    log.info("matrix products of few tokens: %s", f"{count} measured here" if count else rules)
 
 
 def _shape(rows: list[PlannedRow], needs: SamplingNeeds) -> BatchShape:
