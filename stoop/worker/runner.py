@@ -365,8 +365,8 @@ def follow_measured_products(device: torch.device) -> None:
     from stoop.ops.kernels.linear_tuning import follow_measured
 
     count = follow_measured(device)
-    rules = "`stoop tune` measures them; until then they go by what was best on an H200"
-    log.info("matrix products of few tokens: %s", f"{count} measured here" if count else rules)
+    how = f"{count} measured here" if count else "decided by rules, until `stoop tune` measures them"
+    log.info("matrix products of few tokens: %s", how)
 
 
 def _shape(rows: list[PlannedRow], needs: SamplingNeeds) -> BatchShape:
