@@ -365,7 +365,7 @@ def follow_measured_products(device: torch.device) -> None:
     from stoop.ops.kernels.linear_tuning import follow_measured
 
     count = follow_measured(device)
-    how = f"{count} measured here" if count else "decided by rules, until `stoop tune` measures them"
+    how = f"{count} measured here" if count else "by rules, until `stoop tune` measures them"
     log.info("matrix products of few tokens: %s", how)
 
 
