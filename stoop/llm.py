@@ -1,7 +1,7 @@
 """Offline generation: prompts in, answers out."""
 
+import itertools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +13,9 @@ from stoop.core.outputs import RequestOutput
 from stoop.core.sampling_params import SamplingParams
 from stoop.engine.engine import build_engine
 from stoop.engine.inputs import Prompt
+from stoop.engine.interrupts import HeldInterrupts
+from stoop.engine.outputs import RequestGroup
+from stoop.engine.shared import Mailbox, SharedEngine
 from stoop.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -30,8 +33,8 @@ class LLM:
     ) -> None:
         self.options = make_options(str(model), options)
         self.engine = build_engine(self.options, report)
-        self.num_requests = 0  # so far
-        self._mail: dict[str, deque[RequestOutput]] = {}  # outputs not yet taken, by request
+        self._shared = SharedEngine(self.engine)
+        self._numbers = itertools.count()  # of requests
 
     @property
     def config(self) -> Config:
@@ -63,14 +66,18 @@ class LLM:
         every = _as_list(prompts)
         params = _spread(sampling_params, len(every), SamplingParams())
         priorities = _spread(priority, len(every), 0)
-        ids = self._add_all(every, params, priorities, final_only=True)
         finished: dict[str, RequestOutput] = {}
-        with _progress(use_tqdm, len(ids)) as advance:
-            for output in self._run(ids):
-                if output.finished:
+        with HeldInterrupts() as interrupts, _progress(use_tqdm, len(every)) as advance:
+            groups = self._prepare(every, params, priorities, interrupts)
+            box = self._shared.submit(groups)
+            try:
+                while box.pending:
+                    output = self._shared.collect(box, interrupts)
                     finished[output.request_id] = output
                     advance(output)
-        return [finished[request_id] for request_id in ids]
+            finally:
+                self._shared.cancel(box)
+        return [finished[group.request_id] for group in groups]
 
     def chat(
         self,
@@ -101,67 +108,48 @@ class LLM:
         """One request's output after each step; leaving the loop early stops the request."""
         if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], int):
             raise RequestError("stream takes one prompt: use generate for several")
-        ids = self._add_all([prompt], [sampling_params or SamplingParams()], [0], final_only=False)
-        yield from self._run(ids)
+        params = sampling_params or SamplingParams()
+        with HeldInterrupts():
+            group = self.engine.prepare_request(self._next_name(), prompt, params)
+            return self._outputs(self._shared.submit([group]))
 
     # ---- inside ----
 
-    def _add_all(
+    def _outputs(self, box: Mailbox) -> Iterator[RequestOutput]:
+        try:
+            while box.pending:
+                with HeldInterrupts() as interrupts:
+                    output = self._shared.collect(box, interrupts)
+                yield output
+        finally:
+            with HeldInterrupts():
+                self._shared.cancel(box)
+
+    def _next_name(self) -> str:
+        return str(next(self._numbers))
+
+    def _prepare(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         priority: Sequence[int],
-        *,
-        final_only: bool,
-    ) -> list[str]:
-        """Queue all or none."""
-        ids: list[str] = []
-        try:
-            for prompt, each, level in zip(prompts, params, priority, strict=True):
-                request_id = str(self.num_requests)
-                self.num_requests += 1
-                try:
-                    self.engine.add_request(request_id, prompt, each, level, final_only=final_only)
-                except RequestError as error:
-                    if len(prompts) == 1:
-                        raise
-                    raise RequestError(f"prompts[{len(ids)}]: {error}") from None
-                ids.append(request_id)
-        except BaseException:
-            self._abort(ids)
-            raise
-        return ids
-
-    def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """Step until these are done; whatever ends the loop early ends them too.
-
-        Several loops may take turns, as streams do: a step serves all, and each finds its own
-        outputs in the mail.
-        """
-        open_ids = set(ids)
-        mail: deque[RequestOutput] = deque()
-        self._mail.update(dict.fromkeys(ids, mail))
-        try:
-            while open_ids:
-                if not mail:
-                    if not all(self.engine.is_open(request_id) for request_id in open_ids):
-                        raise RequestError("the request was lost in a step that failed: ask again")
-                    for output in self.engine.step():
-                        if output.request_id in self._mail:
-                            self._mail[output.request_id].append(output)
-                    continue
-                output = mail.popleft()
-                if output.finished:
-                    open_ids.discard(output.request_id)
-                yield output
-        finally:
-            for request_id in ids:
-                del self._mail[request_id]
-            self._abort(open_ids)
-
-    def _abort(self, ids: Sequence[str] | set[str]) -> None:
-        for request_id in ids:
-            self.engine.abort_request(request_id)
+        interrupts: HeldInterrupts,
+    ) -> list[RequestGroup]:
+        """Check all before any is queued."""
+        groups: list[RequestGroup] = []
+        for prompt, each, level in zip(prompts, params, priority, strict=True):
+            interrupts.check()
+            try:
+                groups.append(
+                    self.engine.prepare_request(
+                        self._next_name(), prompt, each, level, final_only=True
+                    )
+                )
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompts[{len(groups)}]: {error}") from None
+        return groups
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

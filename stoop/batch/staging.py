@@ -66,6 +66,10 @@ class StagedWrites:
         edits.again |= row in edits.rows
         edits.rows.add(row)
 
+    def clear(self) -> None:
+        """Drop what is staged."""
+        self._edits = {}
+
     def apply(self) -> None:
         if not self._edits:
             return

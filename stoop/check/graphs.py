@@ -247,15 +247,17 @@ def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
     """Note after each step what stands behind the known tokens of its rows."""
     runner = llm.engine.runner
     slots, launch = runner.state.tensors, runner.launch
-    first = llm.num_requests
+    first: int | None = None  # number of the workload's first request, which the first step has
 
     def spy(plan: StepPlan) -> LaunchedStep:
+        nonlocal first
         launched = launch(plan)
-        for row in plan.rows:
+        numbers = [int(row.request_id.split("/")[0]) for row in plan.rows]
+        first = min(numbers) if first is None else first
+        for number, row in zip(numbers, plan.rows, strict=True):
             known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
-            number = int(row.request_id.split("/")[0]) - first
             drafts = slots.token_ids[row.slot, known : known + count].tolist()
-            outcome.drafts[f"{number}", known] = drafts
+            outcome.drafts[f"{number - first}", known] = drafts
         return launched
 
     runner.launch = spy  # type: ignore[method-assign]

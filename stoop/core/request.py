@@ -93,10 +93,15 @@ class Request:
         self.num_pending -= num_yielded
         self.num_due -= num_yielded > 0
 
-    def forget_steps(self) -> None:
-        """Results of steps in flight will be late."""
+    def leave_slot(self) -> None:
+        """Keep the tokens alone. Results of steps in flight will be late."""
+        self.block_ids = []
+        self.num_offered_blocks = 0
+        self.num_computed = 0
         self.in_flight.clear()
         self.num_pending = self.num_due = 0
+        self.slot = -1
+        self.epoch = -1
 
     @property
     def ends_in_flight(self) -> bool:

@@ -5,10 +5,10 @@ device never waits for it; with 0 it is the plain loop.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
@@ -33,7 +33,12 @@ from stoop.worker.runner import ModelRunner
 
 
 class Engine:
-    """Requests in, outputs out, one step at a time."""
+    """Requests in, outputs out, one step at a time.
+
+    One thread at a time may use it (`SharedEngine` lets many). An exception may cut any method
+    short, Ctrl-C at any line among them: what was half done is mended before anything else
+    happens. That loses the requests of the step at hand; all others go on.
+    """
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer | None, seed: int, report: Report | None = None
@@ -46,10 +51,58 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}
+        self._lost: dict[str, BaseException | None] = {}  # ids of requests that an error ended
+        self._working: StepPlan | None = None  # the step at hand
+        self._whole = _Whole(self._mend)
         if config.device.device != "cpu":
             exempt_from_collection(self)
 
     # ---- requests ----
+
+    def prepare_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        final_only: bool = False,
+    ) -> RequestGroup:
+        """Encode and check a request; one that cannot be served as asked is refused whole.
+
+        With `final_only` a step returns its output when it is finished, and not before. Changes
+        nothing, so any thread may call it at any time.
+        """
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority={priority!r}: use a whole number; lower is served first")
+        text, token_ids = self.inputs.encode(prompt)
+        rules = self.inputs.resolve(params, len(token_ids))
+        requests = [
+            Request(f"{request_id}/{index}", tuple(token_ids), each, priority)
+            for index, each in enumerate(rules)
+        ]
+        self.scheduler.check(requests[0])
+        return RequestGroup(request_id, text, requests, self.tokenizer, final_only)
+
+    def add_prepared(self, groups: Sequence[RequestGroup]) -> None:
+        """Queue all of them or none."""
+        for group in groups:
+            if group.request_id in self._groups:
+                raise RequestError(f"request id {group.request_id!r} is in use: choose another")
+        with self._whole:
+            try:
+                for group in groups:
+                    self._add(group)
+            except BaseException:
+                for group in groups:
+                    self._groups.pop(group.request_id, None)
+                raise
+
+    def _add(self, group: RequestGroup) -> None:
+        self._groups[group.request_id] = group
+        for answer in group.answers:
+            self._answers[answer.request.request_id] = (group, answer)
+            self.scheduler.add(answer.request)
 
     def add_request(
         self,
@@ -60,37 +113,23 @@ class Engine:
         *,
         final_only: bool = False,
     ) -> None:
-        """Queue a request; one that cannot be served as asked is refused whole.
-
-        With `final_only` a step returns its output when it is finished, and not before.
-        """
-        if request_id in self._groups:
-            raise RequestError(f"request id {request_id!r} is in use: choose another")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise RequestError(f"priority={priority!r}: use a whole number; lower is served first")
-        text, token_ids = self.inputs.encode(prompt)
-        rules = self.inputs.resolve(params, len(token_ids))
-        requests = [
-            Request(f"{request_id}/{index}", tuple(token_ids), each, priority)
-            for index, each in enumerate(rules)
-        ]
-        for request in requests:
-            self.scheduler.add(request)
-        group = RequestGroup(request_id, text, requests, self.tokenizer, final_only)
-        self._groups[request_id] = group
-        for answer in group.answers:
-            self._answers[answer.request.request_id] = (group, answer)
+        """Prepare and queue one request."""
+        self.add_prepared(
+            [self.prepare_request(request_id, prompt, params, priority, final_only=final_only)]
+        )
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Stop a request; what it generated so far is returned."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return None
-        for answer in group.answers:
-            self.scheduler.finish(answer.request, "abort")
-            answer.finish()
-        group.note_times(finished=True)
-        return self._output(group, finished=True)
+        with self._whole:
+            group = self._groups.pop(request_id, None)  # from here on it is gone in any case
+            if group is None:
+                return None
+            for answer in group.answers:
+                self.scheduler.finish(answer.request, "abort")
+                answer.finish()
+            self._close(group)
+            group.note_times(finished=True)
+            return group.output(finished=True)
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -99,44 +138,38 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def take_lost(self) -> dict[str, BaseException | None]:
+        """Requests that an error ended since the last call, with that error if it is known."""
+        lost, self._lost = self._lost, {}
+        return lost
+
     # ---- one step ----
 
     def step(self) -> list[RequestOutput]:
         """Launch steps as far ahead as allowed, then read the oldest result; returns the requests
         that it changed."""
-        if not self.has_work:
-            return []
-        while self._may_launch():
-            plan = self.scheduler.schedule(results_pending=bool(self._in_flight))
-            if plan is None:
-                break
-            with self._losing_only(plan):
+        with self._whole:
+            if not self.has_work:
+                return []
+            while self._may_launch():
+                plan = self.scheduler.schedule(results_pending=bool(self._in_flight))
+                if plan is None:
+                    break
+                self._working = plan
                 self._in_flight.append((plan, self.runner.launch(plan)))
-        assert self._in_flight, "there is work, yet nothing could be scheduled"
-        plan, launched = self._in_flight[0]
-        with self._losing_only(plan):
-            try:
-                result = launched.result()
-            finally:
-                self._in_flight.popleft()
-            return self._take(result)
+            assert self._in_flight, "there is work, yet nothing could be scheduled"
+            self._working, launched = self._in_flight[0]
+            result = launched.result()
+            self._in_flight.popleft()
+            outputs = self._take(result)
+            self._working = None
+            return outputs
 
     def _may_launch(self) -> bool:
         """Log-probabilities are made of hidden states, which the next step would write over."""
         if self._in_flight and self._in_flight[-1][1].wants_scores:
             return False
         return len(self._in_flight) <= self.config.schedule.run_ahead
-
-    @contextmanager
-    def _losing_only(self, plan: StepPlan) -> Iterator[None]:
-        """Half a step may have happened to the plan's requests; nobody else is touched."""
-        try:
-            yield
-        except BaseException:
-            for row in plan.rows:
-                if row.request_id in self._answers:
-                    self.abort_request(self._answers[row.request_id][0].request_id)
-            raise
 
     def _take(self, result: StepResult) -> list[RequestOutput]:
         """Results to their requests: tokens, text, stop strings."""
@@ -155,8 +188,10 @@ class Engine:
         for group in changed:
             finished = group.finished
             group.note_times(finished)
+            if finished:
+                self._close(group)
             if finished or not group.final_only:
-                outputs.append(self._output(group, finished))
+                outputs.append(group.output(finished))
         if not self.has_work:
             self.scheduler.check_idle()
         return outputs
@@ -168,12 +203,33 @@ class Engine:
         else:
             self.scheduler.finish(request, "stop", stop)
 
-    def _output(self, group: RequestGroup, finished: bool) -> RequestOutput:
-        if finished:
-            del self._groups[group.request_id]
-            for answer in group.answers:
-                del self._answers[answer.request.request_id]
-        return group.output(finished)
+    def _close(self, group: RequestGroup) -> None:
+        self._groups.pop(group.request_id, None)
+        for answer in group.answers:
+            del self._answers[answer.request.request_id]
+
+    def _mend(self, error: BaseException | None) -> None:
+        """Bring everything in line with `_groups`, after an exception that may have come anywhere.
+
+        The requests of the step at hand are lost: half of it may have happened to them. All others
+        wait again and go on from the tokens that they have. May itself be cut short and repeated.
+        """
+        for row in self._working.rows if self._working else ():
+            found = self._answers.get(row.request_id)
+            if found is not None and found[0].request_id in self._groups:
+                lost = found[0].request_id
+                self._lost.setdefault(lost, error)
+                del self._groups[lost]
+        self._working = None
+        self._in_flight.clear()
+        self.runner.forget_rows()
+        self._answers = {
+            answer.request.request_id: (group, answer)
+            for group in self._groups.values()
+            for answer in group.answers
+        }
+        requests = [answer.request for _, answer in self._answers.values()]
+        self.scheduler.restart(request for request in requests if not request.finished)
 
     # ---- numbers ----
 
@@ -196,6 +252,33 @@ class Engine:
             "kv_cache_tokens": pool.num_usable * scheduler.block_size,
             "kv_cache_bytes": pool.num_blocks * self.runner.kv_layout.block_bytes,
         }
+
+
+class _Whole:
+    """Around every change: one that an exception cuts short is mended, now or before the next.
+
+    The mark that something is half done is set first and cleared last, so that an exception in
+    the midst of mending, or before it begins, leaves it set.
+    """
+
+    def __init__(self, mend: Callable[[BaseException | None], None]) -> None:
+        self._mend = mend
+        self._half_done = False
+
+    def __enter__(self) -> None:
+        if self._half_done:
+            self._mend(None)
+        self._half_done = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._mend(error)
+        self._half_done = False
 
 
 def build_engine(options: EngineOptions, report: Report | None = None) -> Engine:

@@ -14,11 +14,15 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, num_blocks
         self.num_blocks = num_blocks
-        self._refs = [0] * num_blocks
-        # Least recently used first. Blocks without cached content go to the front.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._cached: set[int] = set()
         self.on_evict: Callable[[int], None] = lambda block: None
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks free and empty."""
+        self._refs = [0] * self.num_blocks
+        # Least recently used first. Blocks without cached content go to the front.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks))
+        self._cached: set[int] = set()
 
     @property
     def num_free(self) -> int:

@@ -49,6 +49,11 @@ class PrefixCache:
         self.num_hit_tokens = 0
         pool.on_evict = self._forget
 
+    def reset(self) -> None:
+        """Forget all blocks; the pool has been reset."""
+        self._entries.clear()
+        self._digest_of.clear()
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -24,6 +24,7 @@ from stoop.core.request import Request, RequestStatus
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.prefix_cache import PrefixCache
+from stoop.scheduler.queue import RequestQueue
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Scheduler:
             looks_ahead=config.drafter_has_kv,
         )
         self.stats = SchedulerStats(spec=SpecCounts.of(config.num_drafts))
-        self.waiting: list[Request] = []  # in order
+        self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order
         self._requests: dict[str, Request] = {}
         self._free_slots = list(reversed(range(config.max_num_seqs)))
@@ -77,10 +78,8 @@ class Scheduler:
 
     # ---- requests come and go ----
 
-    def add(self, request: Request) -> None:
-        """Queue a request, or refuse one that could never run."""
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use: choose another")
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never run. Reads nothing that a step changes."""
         limit = self.config.max_model_len
         if request.num_prompt_tokens >= limit:
             raise RequestError(
@@ -93,25 +92,33 @@ class Scheduler:
                 f"the prompt has {request.num_prompt_tokens} tokens and the KV cache holds "
                 f"{capacity}: shorten the prompt or raise kv_cache_memory"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse one that could never run."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use: choose another")
+        self.check(request)
+        limit = self.config.max_model_len
         request.spec = SpecCounts.of(self.config.num_drafts)
         request.arrival = self._num_arrivals
         request.token_limit = min(request.num_prompt_tokens + request.rules.max_tokens, limit)
         self._num_arrivals += 1
-        insort(self.waiting, request, key=lambda r: r.order)
         self._requests[request.request_id] = request
+        self.waiting.push(request)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request wherever it stands. Its late results will be ignored."""
         if request.finished:
             return
-        if request.status is RequestStatus.RUNNING:
+        was_running = request.status is RequestStatus.RUNNING
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.status = RequestStatus.FINISHED
+        if was_running:
             self.running.remove(request)
             self._vacate(request)
         else:
             self.waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
         self.stats.num_finished += 1
         del self._requests[request.request_id]
 
@@ -120,6 +127,24 @@ class Scheduler:
         if request is not None:
             self.finish(request, "abort")
         return request
+
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Forget everything but these requests, which wait again with the tokens they have.
+
+        An exception may have cut any method short, so nothing is read but the requests
+        themselves. Their KV is computed again, as after a preemption.
+        """
+        self.pool.reset()
+        self.prefix_cache.reset()
+        self.running.clear()
+        self._free_slots[:] = reversed(range(self.config.max_num_seqs))
+        self.waiting = RequestQueue()
+        self._requests = {}
+        for request in requests:
+            request.leave_slot()
+            request.status = RequestStatus.WAITING
+            self._requests[request.request_id] = request
+            self.waiting.push(request)
 
     @property
     def has_work(self) -> bool:
@@ -210,7 +235,7 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         while self.waiting and self._free_slots and draft.budget:
-            request = self.waiting[0]
+            request = self.waiting.peek()
             cached = self.prefix_cache.match(request)
             num_cached = len(cached) * self.block_size
             num_tokens = request.num_tokens - num_cached
@@ -274,18 +299,13 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
-        insort(self.waiting, request, key=lambda r: r.order)
+        self.waiting.push(request)
 
     def _vacate(self, request: Request) -> None:
         """Give back slot and blocks; results still under way are now late."""
         self.pool.release(request.block_ids)
-        request.block_ids = []
-        request.num_offered_blocks = 0
-        request.num_computed = 0
-        request.forget_steps()
         self._free_slots.append(request.slot)
-        request.slot = -1
-        request.epoch = -1
+        request.leave_slot()
 
     def _plan(self, draft: _Draft) -> StepPlan:
         # Before rows are launched: what was computed until now counts.

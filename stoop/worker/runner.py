@@ -179,6 +179,12 @@ class ModelRunner:
         metadata = self.backend.build(batch)
         return Step(batch, way.descriptor, metadata, way.needs, way.wants_scores)
 
+    def forget_rows(self) -> None:
+        """Drop edits of slot state that a failed step left staged; rows are copied again."""
+        self.staged.clear()
+        self.buffers.forget_rows()
+        self._way = None
+
     def _find_way(self, rows: list[PlannedRow]) -> "_Way":
         """Found again for every change of the batch alone: an epoch stands for a request."""
         key = [(row.epoch, row.num_tokens, row.decodes) for row in rows]

@@ -1,6 +1,7 @@
 """Bugs put back into the scheduler, one at a time: the traffic must notice each."""
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepP
 from stoop.scheduler import prefix_cache as prefix_cache_module
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.prefix_cache import PrefixCache
+from stoop.scheduler.queue import RequestQueue
 from stoop.scheduler.scheduler import Scheduler, _Draft
 
 
@@ -167,11 +169,11 @@ def appends_lost_for_running(block_appends: Any) -> Any:
     return staticmethod(lambda draft: [a for a in block_appends(draft) if a.start == 0])
 
 
-def queue_newest_first(add: Any) -> Any:
-    def mutant(self: Scheduler, request: Request) -> None:
-        add(self, request)
-        self.waiting.remove(request)
-        self.waiting.insert(0, request)
+def queue_newest_first(push: Any) -> Any:
+    def mutant(self: RequestQueue, request: Request) -> None:
+        self._queued.add(request)
+        priority, arrival = request.order
+        heapq.heappush(self._heap, ((priority, -arrival), request))
 
     return mutant
 
@@ -202,7 +204,7 @@ MUTANTS = [
     (Scheduler, "_block_appends", appends_one_late),
     (Scheduler, "_block_appends", appends_lost_for_running),
     (Scheduler, "update", update_without_epochs),
-    (Scheduler, "add", queue_newest_first),
+    (RequestQueue, "push", queue_newest_first),
     (Scheduler, "_row", chunks_sample_too),
     (Scheduler, "_admission", resume_without_generated),
     (_Draft, "drop", keep_rows_of_the_preempted),
@@ -316,8 +318,14 @@ def results_not_counted_off(land: Any) -> Any:
     return lambda self: None
 
 
-def steps_kept_when_vacated(forget_steps: Any) -> Any:
-    return lambda self: None
+def steps_kept_when_vacated(leave_slot: Any) -> Any:
+    def mutant(self: Request) -> None:
+        steps, num_pending, num_due = list(self.in_flight), self.num_pending, self.num_due
+        leave_slot(self)
+        self.in_flight.extend(steps)
+        self.num_pending, self.num_due = num_pending, num_due
+
+    return mutant
 
 
 def bound_raised_by_one(launch: Any) -> Any:
@@ -426,7 +434,7 @@ def a_dead_row_yields_a_token(execute: Any) -> Any:
 
 RUN_AHEAD_MUTANTS = [
     (Request, "land", results_not_counted_off, "miscounted"),
-    (Request, "forget_steps", steps_kept_when_vacated, "holds something"),
+    (Request, "leave_slot", steps_kept_when_vacated, "holds something"),
     (Request, "launch", bound_raised_by_one, "out of bounds|too low|host thinks"),
     (Scheduler, "_most_tokens", a_step_yields_one, "computes nothing"),
     (Scheduler, "_most_tokens", a_chunk_yields_one, "disagree|computes unknown|not where"),

@@ -1,0 +1,226 @@
+"""One engine for many threads.
+
+Requests of all callers share the engine's steps, and each caller gets its own outputs. There is no
+background thread: of the callers that wait for outputs, one steps for all, and the others sleep
+until an output of theirs arrives or the engine is free.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from stoop.config.errors import RequestError
+from stoop.core.outputs import RequestOutput
+from stoop.engine.engine import Engine
+from stoop.engine.interrupts import HeldInterrupts
+from stoop.engine.outputs import RequestGroup
+
+LOST = "the request was lost in a step that failed: ask again"
+POLL_SECONDS = 0.1  # a caller that sleeps looks for Ctrl-C this often
+
+
+class Mailbox:
+    """Outputs of one call's requests. When the call drops it, its open requests are cancelled."""
+
+    def __init__(self, request_ids: Sequence[str]) -> None:
+        self.open = set(request_ids)
+        self.outputs: deque[RequestOutput] = deque()
+        self.error: BaseException | None = None
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.outputs) or self.error is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is left to collect."""
+        return bool(self.open) or self.ready
+
+    def put(self, output: RequestOutput) -> None:
+        self.outputs.append(output)
+        if output.finished:
+            self.open.discard(output.request_id)
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        if request_id in self.open:
+            self.open.discard(request_id)
+            self.error = error
+
+
+class _Address(weakref.ref[Mailbox]):
+    """Where to send outputs, for as long as the mailbox is there."""
+
+    __slots__ = ("request_ids",)
+
+    request_ids: list[str]
+
+
+class _Claim:
+    """Whose turn it is to use the engine. Only the frame that claims it holds a reference, so a
+    claim ends with its frame, whatever happens there."""
+
+    __slots__ = ("__weakref__", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+class SharedEngine:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        # Reentrant: the garbage collector may cancel requests while this thread holds it.
+        self._changed = threading.Condition(threading.RLock())
+        self._claim: weakref.ref[_Claim] | None = None
+        self._jobs: deque[Callable[[], None]] = deque()  # to do between steps
+        self._boxes: dict[str, _Address] = {}  # of open requests
+        # Boxes that their calls dropped. Appending to a deque runs no Python code, in which a
+        # Ctrl-C could strike and be lost, as those in finalizers are.
+        self._dropped: deque[_Address] = deque()
+
+    # ---- for any thread ----
+
+    def submit(self, groups: Sequence[RequestGroup]) -> Mailbox:
+        """Queue prepared requests."""
+        request_ids = [group.request_id for group in groups]
+        box = Mailbox(request_ids)
+        here = _Address(box, self._dropped.append)
+        here.request_ids = request_ids
+        self._post(lambda: self._add(groups, here))
+        return box
+
+    def cancel(self, box: Mailbox) -> None:
+        """Stop a call's open requests. Calling it twice does no harm, and neither does calling it
+        in the middle of a step, as happens when the garbage collector closes a stream."""
+        request_ids = list(box.open)
+        if request_ids:
+            self._post(lambda: self._abort(request_ids))
+            box.open.clear()
+
+    def collect(self, box: Mailbox, interrupts: HeldInterrupts) -> RequestOutput:
+        """Wait for the next output of a pending box."""
+        claim = _Claim()
+        try:
+            while not box.ready:
+                interrupts.check()
+                if self._has(claim) or self._acquire(claim, box):
+                    self._step(box)
+        finally:
+            self._release(claim)
+        if box.outputs:
+            return box.outputs.popleft()
+        assert box.error is not None
+        raise box.error
+
+    # ---- whose turn it is ----
+
+    def _has(self, claim: _Claim) -> bool:
+        return self._claim is not None and self._claim() is claim
+
+    def _acquire(self, claim: _Claim, box: Mailbox | None = None) -> bool:
+        """Take the engine if it is free. With `box`, wait a moment for that or for an output."""
+        with self._changed:
+            holder = self._claim() if self._claim is not None else None
+            if holder is None:
+                self._claim = weakref.ref(claim)
+                return True
+            if box is not None:
+                if holder.thread == claim.thread:
+                    raise RuntimeError("a step of the engine called the engine")
+                if not box.ready:
+                    self._changed.wait(POLL_SECONDS)
+            return False
+
+    def _release(self, claim: _Claim) -> None:
+        """Do what others asked for meanwhile, then let them have the engine."""
+        while self._has(claim):
+            self._run_jobs()
+            with self._changed:
+                if not self._jobs:
+                    self._claim = None
+                    self._changed.notify_all()
+
+    def _post(self, job: Callable[[], None]) -> None:
+        """Do something between two steps: now if the engine is free, else its holder does it."""
+        self._jobs.append(job)
+        claim = _Claim()
+        try:
+            self._acquire(claim)
+        finally:
+            self._release(claim)
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            self._jobs[0]()  # again next time if an exception cuts it short
+            self._jobs.popleft()
+        while self._dropped:
+            request_ids = self._dropped[0].request_ids
+            self._abort([each for each in request_ids if each in self._boxes])
+            self._dropped.popleft()
+
+    # ---- with the engine in hand ----
+
+    def _add(self, groups: Sequence[RequestGroup], here: _Address) -> None:
+        box = here()
+        if box is None or not box.open:
+            return
+        try:
+            self._boxes.update(dict.fromkeys(here.request_ids, here))
+            self.engine.add_prepared(groups)
+        except BaseException as error:
+            for request_id in here.request_ids:
+                box.fail(request_id, error)
+            self._abort(here.request_ids)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort_request(request_id)
+            self._boxes.pop(request_id, None)
+
+    def _step(self, own: Mailbox) -> None:
+        """One step for all. An error goes to the calls whose requests it ended."""
+        self._run_jobs()
+        try:
+            others_got_mail = False
+            for output in self.engine.step():
+                others_got_mail |= self._deliver(output) is not own
+            lost = self.engine.take_lost()
+        except BaseException as error:
+            lost = self.engine.take_lost()
+            # Outputs may have been cut off on their way here.
+            closed = [each for each in self._boxes if not self.engine.is_open(each)]
+            lost |= {each: error for each in closed if each not in lost}
+            self._give_up(lost, own)
+            if not lost or not isinstance(error, Exception):
+                raise
+        else:
+            if lost:
+                self._give_up(lost, own)
+            elif others_got_mail:
+                self._wake()
+        if not own.ready and not self.engine.has_work and not self._jobs:
+            own.error = RequestError(LOST)
+
+    def _deliver(self, output: RequestOutput) -> Mailbox | None:
+        here = self._boxes.get(output.request_id)
+        box = here() if here is not None else None
+        if box is not None:
+            box.put(output)
+        if output.finished:
+            self._boxes.pop(output.request_id, None)
+        return box
+
+    def _give_up(self, lost: dict[str, BaseException | None], own: Mailbox) -> None:
+        """Tell the calls of lost requests. The one at hand gets the error itself."""
+        for request_id, error in lost.items():
+            here = self._boxes.pop(request_id, None)
+            box = here() if here is not None else None
+            if box is not None:
+                told = RequestError(LOST)
+                told.__cause__ = error
+                box.fail(request_id, error if box is own and error is not None else told)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
