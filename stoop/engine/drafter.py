@@ -1,8 +1,8 @@
 """Which drafter an engine gets: the one that was asked for, or the head that comes with the model.
 
-A head that comes with the model is there to make it faster. On a GPU it does; on a CPU, where
-verifying more tokens costs more time, engines that differ in nothing else show whether it does,
-and with how many drafts.
+A head that comes with the model is there to make it faster. On a GPU it does. On a CPU, where
+verifying more tokens costs more time, the engine finds out while it runs (see `draft_trial`), and
+the next start knows: nothing is measured before the first answer.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ from stoop.config.speculation import (
     parse_speculation,
     settle_speculation,
 )
-from stoop.engine.probe import MAX_DRAFTS, Build, step_times
+from stoop.engine.draft_costs import CostStore
 from stoop.models.head_config import proposed_drafts, read_head_spec
 
+CPU_DRAFTS = 3  # where nothing is known yet, and the most
 GPU_DRAFTS = 4  # of 2 to 6 the fastest, or within 3 % of it, for one request on an H200
 MIN_GAIN = 1.05  # below it a head is not worth its memory
 AS_GOOD = 0.95  # of the best gain
@@ -30,7 +31,9 @@ AS_GOOD = 0.95  # of the best gain
 @dataclass(frozen=True)
 class Drafter:
     spec: SpecConfig | None
-    note: str = ""  # of a choice that nobody spelled out: why
+    note: str = ""  # of a choice that the user did not make: why
+    store: CostStore | None = None  # where to keep what its drafts cost
+    usual_tokens: Sequence[float] = ()  # of a step with 1, 2 ... drafts
 
 
 def spelled_out(given: Any, model: str, device: str) -> Any:
@@ -39,12 +42,12 @@ def spelled_out(given: Any, model: str, device: str) -> Any:
     if not asks_for_auto(given):
         return given
     folder = shipped_head(model)
-    most = MAX_DRAFTS if device == "cpu" else GPU_DRAFTS
+    most = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
     return folder and {"model": str(folder), "num_speculative_tokens": most}
 
 
 def find_drafter(
-    options: EngineOptions, model: ModelSpec, device: str, build: Build, report: Report | None
+    options: EngineOptions, model: ModelSpec, device: str, report: Report | None
 ) -> Drafter:
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
@@ -52,20 +55,34 @@ def find_drafter(
     folder = shipped_head(options.model)
     if folder is None or options.load_format == "dummy":
         return Drafter(None)
-    num_drafts, note = GPU_DRAFTS, "the head that comes with the model"
+    num_drafts, note, store = GPU_DRAFTS, "the head that comes with the model", None
+    lengths = acceptance_lengths(folder)
     if device == "cpu":
-        times = step_times(options, model, folder, build, report)
-        lengths = acceptance_lengths(folder)
-        num_drafts, gain = choose_drafts(times, lengths)
+        store = CostStore(options, model, folder)
+        num_drafts, why = _cpu_drafts(store, lengths)
         if num_drafts == 0:
-            return Drafter(None, f"its head makes it no faster here ({gain:.2f}x at best)")
-        note += (
-            f": a step takes {times[num_drafts]:.0f} ms here instead of {times[0]:.0f} and yields "
-        )
-        note += f"{lengths[num_drafts - 1]:.1f} tokens, greedy, on benchmarks; it pays from "
-        note += f"{times[num_drafts] / times[0]:.1f} on"
+            return Drafter(None, why)
+        note += why
     wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
-    return Drafter(_settle(wanted, options, model, report), note)
+    return Drafter(_settle(wanted, options, model, report), note, store, lengths)
+
+
+def _cpu_drafts(store: CostStore, lengths: Sequence[float]) -> tuple[int, str]:
+    """How many drafts a step, and why, from what earlier runs found out."""
+    costs = store.load()
+    if costs is None:
+        return CPU_DRAFTS, "; whether it pays here shows as it runs"
+    times = costs.times()
+    num_drafts, gain = choose_drafts(times, lengths)
+    if num_drafts == 0 and costs.busy:  # measured beside other programs: try again
+        return costs.num_drafts, "; whether it pays here shows as it runs"
+    if num_drafts == 0:
+        return 0, f"its head makes it no faster here ({gain:.2f}x at best)"
+    return num_drafts, (
+        f": a step took {times[num_drafts]:.0f} ms here instead of {times[0]:.0f} and yields "
+        f"{lengths[num_drafts - 1]:.1f} tokens, greedy, on benchmarks; it pays from "
+        f"{times[num_drafts] / times[0]:.1f} on"
+    )
 
 
 def _settle(

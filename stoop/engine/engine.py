@@ -4,6 +4,7 @@ With `run_ahead` the host launches that many steps beyond the one whose result i
 device never waits for it; with 0 it is the plain loop.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan, StepResult
+from stoop.engine.draft_costs import DraftCosts
+from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.drafter import Drafter, find_drafter
 from stoop.engine.inputs import InputProcessor, Prompt
 from stoop.engine.outputs import Answer, RequestGroup
@@ -30,6 +33,7 @@ from stoop.text.tokenizer import Tokenizer
 from stoop.worker.device import exempt_from_collection, find_device
 from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner
+from stoop.worker.spinning import share_cores
 
 
 class Engine:
@@ -46,6 +50,8 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(config, tokenizer, seed)
+        # Before the runner: loading is parallel too.
+        self._spin_control = share_cores() if config.device.device == "cpu" else None
         self.runner = ModelRunner(config, report)
         self.scheduler = Scheduler(config.schedule, config.cache, self.runner.num_blocks)
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
@@ -54,6 +60,7 @@ class Engine:
         self._lost: dict[str, BaseException | None] = {}  # ids of requests that an error ended
         self._working: StepPlan | None = None  # the step at hand
         self._whole = _Whole(self._mend)
+        self.trial: DraftTrial | None = None  # where it is open whether drafts pay
         if config.device.device != "cpu":
             exempt_from_collection(self)
 
@@ -151,6 +158,10 @@ class Engine:
         with self._whole:
             if not self.has_work:
                 return []
+            if self.trial is not None:
+                self.scheduler.verify_drafts = not self.trial.wants_plain()
+                self.scheduler.drafting = self.runner.drafting = self.trial.pays
+            started = time.perf_counter()
             while self._may_launch():
                 plan = self.scheduler.schedule(results_pending=bool(self._in_flight))
                 if plan is None:
@@ -161,9 +172,30 @@ class Engine:
             self._working, launched = self._in_flight[0]
             result = launched.result()
             self._in_flight.popleft()
+            if self.trial is not None:
+                self._note_trial(self.trial, self._working, result, time.perf_counter() - started)
             outputs = self._take(result)
             self._working = None
-            return outputs
+        if self._spin_control is not None:
+            self._spin_control.note_step()
+        return outputs
+
+    def _note_trial(
+        self, trial: DraftTrial, plan: StepPlan, result: StepResult, seconds: float
+    ) -> None:
+        """A decode of one request shows what drafts cost."""
+        if len(plan.rows) != 1 or plan.rows[0].num_computed < plan.rows[0].num_prompt_tokens:
+            return
+        (row,) = result.rows
+        if row.num_drafts == self.config.schedule.num_drafts:
+            trial.note_drafted(seconds, len(row.token_ids))
+        elif plan.rows[0].num_tokens == 1:
+            trial.note_plain(seconds - self.runner.draft_seconds)
+
+    @property
+    def cores_are_busy(self) -> bool:
+        """Whether other programs use the cores, as far as is known."""
+        return self._spin_control is not None and self._spin_control.busy
 
     def _may_launch(self) -> bool:
         """Log-probabilities are made of hidden states, which the next step would write over."""
@@ -194,6 +226,8 @@ class Engine:
                 outputs.append(group.output(finished))
         if not self.has_work:
             self.scheduler.check_idle()
+            if self.trial is not None:
+                self.trial.note_idle()
         return outputs
 
     def _stop(self, request: Request, stop: str) -> None:
@@ -254,6 +288,21 @@ class Engine:
         }
 
 
+def _make_trial(engine: Engine, drafter: Drafter) -> DraftTrial | None:
+    """Only steps that run eagerly, one at a time, can do without drafts now and then."""
+    config = engine.config
+    if drafter.spec is None or drafter.store is None:
+        return None
+    if config.graph.mode != "none" or config.schedule.run_ahead:
+        return None
+    store = drafter.store
+
+    def keep(costs: DraftCosts) -> None:
+        store.add(replace(costs, busy=engine.cores_are_busy))
+
+    return DraftTrial(drafter.spec.num_tokens, drafter.usual_tokens, keep)
+
+
 class _Whole:
     """Around every change: one that an exception cuts short is mended, now or before the next.
 
@@ -286,7 +335,7 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     device = find_device(options.device)
     folder = resolve_model(options.model, revision=options.revision, report=report)
     model = read_model_spec(folder)
-    drafter = find_drafter(options, model, device, build_engine, report)
+    drafter = find_drafter(options, model, device, report)
 
     def build(drafter: Drafter) -> Engine:
         config = resolve(options, model, str(folder), device, drafter.spec)
@@ -295,7 +344,9 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
             source = Path(options.tokenizer) if options.tokenizer else folder
             tokenizer = Tokenizer.from_folder(source)
         config = replace(config, draft_note=drafter.note)
-        return Engine(config, tokenizer, options.seed, report)
+        engine = Engine(config, tokenizer, options.seed, report)
+        engine.trial = _make_trial(engine, drafter)
+        return engine
 
     if drafter.spec is None or not asks_for_auto(options.speculative_config):
         return build(drafter)

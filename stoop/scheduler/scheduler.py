@@ -72,6 +72,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order
         self._requests: dict[str, Request] = {}
+        self.verify_drafts = True  # whether decodes of the next step have places for drafts
+        self.drafting = True  # whether steps keep the drafter's KV up to date
         self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._num_arrivals = 0
         self._epochs = itertools.count()  # never repeats, whatever ids come again
@@ -201,7 +203,8 @@ class Scheduler:
             if remaining == 1:
                 # A decode has places for all drafts, whether it has as many or not.
                 decodes = request.num_computed >= request.num_prompt_tokens
-                ones.append((request, self.config.query_len if decodes else 1))
+                drafts = decodes and self.verify_drafts
+                ones.append((request, self.config.query_len if drafts else 1))
             else:
                 chunks.append((request, remaining))
         return ones + chunks
@@ -392,7 +395,12 @@ class Scheduler:
         if row.token_ids:
             # Rejected drafts were computed too: what counts is what is known.
             request.num_computed = request.num_expected - 1
-        self.prefix_cache.insert(request)
+        self._offer_blocks(request)
+
+    def _offer_blocks(self, request: Request) -> None:
+        """To the prefix cache, unless they lack the drafter's KV."""
+        if self.drafting:
+            self.prefix_cache.insert(request)
 
     def _end(self, request: Request, token: int) -> None:
         """Unless a token that would stop it came too early."""
@@ -404,7 +412,7 @@ class Scheduler:
         else:
             return
         # The block of the last computed token may be full: let others find it.
-        self.prefix_cache.insert(request)
+        self._offer_blocks(request)
         self.finish(request, reason, stop)
 
     def _num_reserved(self, num_tokens: int) -> int:

@@ -6,6 +6,7 @@ graph of each forward pass, STEP replays all as one graph.
 """
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,6 +109,8 @@ class ModelRunner:
         self.buffers = InputBuffers(num_slots, max_tokens, device)
         self.staged = StagedWrites(device)
         self._way: _Way | None = None
+        self.drafting = True  # whether steps make drafts; all do, unless the engine sees no gain
+        self.draft_seconds = 0.0  # that the host spent on the last step's drafts
         # What phases hand over to each other.
         dtype, size = getattr(torch, config.device.dtype), config.model.hidden_size
         self.hidden = torch.zeros(max_tokens, size, dtype=dtype, device=device)
@@ -238,8 +241,10 @@ class ModelRunner:
             self.update()
 
     def _propose(self, step: Step, metadata: Any, *, replay: bool) -> None:
-        if self.speculator is not None:
+        if self.speculator is not None and self.drafting:
+            started = time.perf_counter()
             self.speculator.propose(replace(step.as_drafted(), metadata=metadata), replay=replay)
+            self.draft_seconds = time.perf_counter() - started
 
     def _verify_eagerly(self, step: Step) -> None:
         """On the live rows, or, as the twin of a graph that holds it, on the graph's extent."""

@@ -1,7 +1,6 @@
 """`speculative_config="auto"`: the head that comes with a model, where it pays."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +10,39 @@ from stoop import LLM, SamplingParams
 from stoop.checkpoint import shipped
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options
-from stoop.engine import drafter, probe
+from stoop.engine import draft_costs, draft_trial, drafter
+from stoop.engine.draft_costs import CostStore, DraftCosts
+from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.drafter import choose_drafts, find_drafter, spelled_out
 from stoop.models.hf_config import read_model_spec
 from stoop.models.toy import write_head, write_target
+from stoop.worker.runner import ModelRunner
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 2}
+ROOMY = {**SETTINGS, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 9, 3], [5] * 20]
+LENGTHS = [1.9, 2.7, 3.4]
 
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model that a head comes with."""
     monkeypatch.setenv("STOOP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "_is_busy", lambda: False)
     target = str(write_target(tmp_path / "target"))
     head = write_head(tmp_path / "head", "eagle3", max_position=256)
-    (head / shipped.LENGTHS).write_text(json.dumps({"tokens_per_step": [1.9, 2.7, 3.4]}))
+    (head / shipped.LENGTHS).write_text(json.dumps({"tokens_per_step": LENGTHS}))
     monkeypatch.setitem(shipped.SHIPPED, target, head)
     return target
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Let engines with 0, 1 ... drafts seem to take so long; returns the drafts of those timed."""
-
-    def pretend(*times: float) -> list[int]:
-        seen: list[int] = []
-
-        def time_steps(engine: Any, vocab_size: int) -> float:
-            spec = engine.config.spec
-            seen.append(spec.num_tokens if spec else 0)
-            return times[seen[-1]]
-
-        monkeypatch.setattr(probe, "time_steps", time_steps)
-        return seen
-
-    return pretend
+def store_of(target: str, **options: Any) -> CostStore:
+    made = make_options(target, {"device": "cpu", **options})
+    return CostStore(made, read_model_spec(Path(target)), shipped.SHIPPED[target])
 
 
-def answers(llm: LLM) -> list[list[int]]:
-    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+def answers(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 @pytest.mark.parametrize(
@@ -73,89 +63,98 @@ def test_the_fastest_number_of_drafts_is_chosen(
     assert (num_drafts, gain) == (expected[0], pytest.approx(expected[1]))
 
 
-def test_a_head_that_pays_is_used(target: str, timed: Callable[..., list[int]]) -> None:
-    seen = timed(10, 11, 12, 16)
+# ---- at the start ----
+
+
+def test_a_start_measures_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, launched = [], []
+    init, launch = ModelRunner.__init__, ModelRunner.launch
+    monkeypatch.setattr(ModelRunner, "__init__", lambda *a: built.append(1) or init(*a))
+    monkeypatch.setattr(ModelRunner, "launch", lambda *a: launched.append(1) or launch(*a))
     llm = LLM(target, **SETTINGS)
-    assert seen == [0, 1, 2, 3]
+    assert (built, launched) == ([1], [])
+    assert llm.config.spec is not None and llm.config.spec.num_tokens == drafter.CPU_DRAFTS
+    assert llm.config.draft_note == (
+        "the head that comes with the model; whether it pays here shows as it runs"
+    )
+
+
+def test_a_head_that_paid_is_used_with_the_best_number_of_drafts(target: str) -> None:
+    store_of(target).add(DraftCosts(3, 10.0, 22.0))
+    llm = LLM(target, **SETTINGS)
     assert llm.config.spec is not None and llm.config.spec.num_tokens == 2
     assert llm.config.draft_note == (
-        "the head that comes with the model: a step takes 12 ms here instead of 10 and yields 2.7 "
-        "tokens, greedy, on benchmarks; it pays from 1.2 on"
+        "the head that comes with the model: a step took 18 ms here instead of 10 and yields 2.7 "
+        "tokens, greedy, on benchmarks; it pays from 1.8 on"
     )
     plain = LLM(target, **SETTINGS, speculative_config=None)
     assert plain.config.spec is None and plain.config.draft_note == ""
     assert answers(llm) == answers(plain)
     assert llm.metrics()["spec_decode_num_accepted_tokens"] > 0
-    assert seen == [0, 1, 2, 3], "measured once, and not for those who want none"
 
 
-def test_a_head_that_does_not_pay_is_left_alone(
-    target: str, timed: Callable[..., list[int]], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_head_that_did_not_pay_is_left_alone(target: str, capsys: pytest.CaptureFixture) -> None:
     from stoop.cli.start import start_llm
 
-    timed(10, 30, 50, 70)
+    store_of(target).add(DraftCosts(3, 10.0, 70.0))
     llm = start_llm(target, SETTINGS)
     assert llm.config.spec is None
     line = "drafts: none; its head makes it no faster here (0.63x at best)"
     assert line in capsys.readouterr().err.splitlines()
 
 
-def test_steps_are_measured_for_real(target: str, tmp_path: Path) -> None:
-    stages = []
-    llm = LLM(target, report=lambda stage, done, total: stages.append(stage), **SETTINGS)
-    (times,) = json.loads((tmp_path / "cache" / probe.STORE).read_text()).values()
-    assert len(times) == 1 + probe.MAX_DRAFTS and min(times) > 0
-    assert llm.config.draft_note
-    assert stages.count("measuring whether drafts pay here") == len(times)
+def test_a_bad_result_of_a_busy_machine_is_tried_again(target: str) -> None:
+    store_of(target).add(DraftCosts(3, 10.0, 70.0, busy=True))
+    llm = LLM(target, **SETTINGS)
+    assert llm.config.spec is not None and llm.config.spec.num_tokens == 3
 
 
-def test_what_a_busy_machine_shows_is_not_kept(
-    target: str, timed: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("STOOP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(shipped.SHIPPED, target, tmp_path / "head")
-    seen: list[int] = []
-    monkeypatch.setattr(probe, "time_steps", lambda *_: (20.0, 10.0, 30.0, 40.0)[len(seen) % 4])
-    monkeypatch.setattr(probe, "_probe", lambda *given: seen.append(given[-1]) or given[0])
-    monkeypatch.setattr(probe.os, "cpu_count", lambda: 4)
-    options, model = make_options(target, {"device": "cpu"}), read_model_spec(Path(target))
-    for load, measured in ((3.5, 4), (3.5, 8), (2.5, 12), (3.5, 12)):
-        monkeypatch.setattr(probe.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        times = probe.step_times(options, model, tmp_path / "head", lambda _: None, None)
-        assert len(seen) == measured
-        assert times == [10.0, 30.0, 40.0, 40.0]
+def test_costs_are_refined(target: str) -> None:
+    store = store_of(target)
+    assert store.load() is None
+    store.add(DraftCosts(3, 30.0, 60.0, busy=True))
+    store.add(DraftCosts(3, 10.0, 20.0))  # undisturbed: replaces the former
+    assert store.load() == DraftCosts(3, 10.0, 20.0)
+    store.add(DraftCosts(3, 99.0, 99.0, busy=True))  # disturbed: changes nothing
+    store.add(DraftCosts(3, 20.0, 40.0))
+    assert store.load() == DraftCosts(3, 15.0, 30.0)
+    assert store.load().times() == [15.0, 20.0, 25.0, 30.0]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("content", ["", '{"a": ["b"]}', '{"%s": [1.0]}'])
-def test_a_broken_store_is_made_anew(
-    target: str, timed: Callable[..., list[int]], tmp_path: Path, content: str
-) -> None:
-    store = tmp_path / "cache" / probe.STORE
-    store.parent.mkdir()
-    options = make_options(target, {"device": "cpu"})
-    model = read_model_spec(Path(target))
-    key = probe._machine(options, model, shipped.SHIPPED[target])
-    store.write_text(content.replace("%s", key))
-    seen = timed(10, 11, 12, 13)
-    assert LLM(target, **SETTINGS).config.spec is not None and len(seen) == 4
-    assert LLM(target, **SETTINGS).config.spec is not None and len(seen) == 4
-    assert LLM(target, **SETTINGS, dtype="float64").config.spec is not None
-    assert len(seen) == 8, "another dtype takes other times"
+def test_the_number_of_threads_loses_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_of(target).add(DraftCosts(3, 10.0, 12.0))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 97)
+    assert store_of(target).load() == DraftCosts(3, 10.0, 12.0)
+    assert store_of(target, dtype="float64").load() is None, "another dtype takes other times"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"%s": [1.0]}', '{"%s": {"num_drafts": 3}}', '{"%s": {"num_drafts": 3, '
+     '"plain_ms": "x", "drafted_ms": 0, "busy": false}}'],
+)  # fmt: skip
+def test_a_broken_store_is_ignored_and_replaced(target: str, tmp_path: Path, content: str) -> None:
+    store = store_of(target)
+    store.path.parent.mkdir()
+    store.path.write_text(content.replace("%s", store.key))
+    assert store.load() is None
+    assert LLM(target, **SETTINGS).config.spec is not None
+    store.add(DraftCosts(3, 10.0, 12.0))
+    assert store.load() == DraftCosts(3, 10.0, 12.0)
 
 
 def test_a_store_that_cannot_be_written_is_done_without(
-    target: str, timed: Callable[..., list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    timed(10, 11, 12, 13)
-    assert LLM(target, **SETTINGS).config.spec is not None
+    llm = LLM(target, **SETTINGS)
+    assert llm.engine.trial is not None
+    llm.engine.trial._keep(DraftCosts(3, 10.0, 12.0))
     assert "cannot be written" in caplog.text
+    assert answers(llm)
 
 
-def test_options_that_it_does_not_fit_win(target: str, timed: Callable[..., list[int]]) -> None:
-    timed(10, 11, 12, 13)
+def test_options_that_it_does_not_fit_win(target: str) -> None:
     llm = LLM(target, **SETTINGS, max_num_batched_tokens=2)
     assert llm.config.spec is None
     assert llm.config.draft_note.startswith("its head does not fit the other options")
@@ -170,15 +169,13 @@ def test_options_that_it_does_not_fit_win(target: str, timed: Callable[..., list
         LLM(target, **SETTINGS, block_size=3)
 
 
-def test_on_a_gpu_nothing_is_measured(target: str) -> None:
+def test_on_a_gpu_nothing_is_asked_of_the_store(target: str) -> None:
+    store_of(target).add(DraftCosts(3, 10.0, 70.0))
     options, model = make_options(target, {}), read_model_spec(Path(target))
-
-    def build(options: Any) -> Any:
-        raise AssertionError("an engine was made to measure it")
-
-    found = find_drafter(options, model, "cuda:0", build, None)
+    found = find_drafter(options, model, "cuda:0", None)
     assert found.spec is not None and found.spec.num_tokens == drafter.GPU_DRAFTS
     assert found.note == "the head that comes with the model"
+    assert found.store is None
 
 
 @pytest.mark.parametrize("options", [{"load_format": "dummy"}, {"speculative_config": "none"}])
@@ -202,3 +199,109 @@ def test_auto_in_words(target: str) -> None:
     assert spelled_out(" Auto ", "elsewhere", "cpu") is None
     for given in (None, "none", {"method": "ngram"}):
         assert spelled_out(given, target, "cpu") == given
+
+
+# ---- while it runs ----
+
+
+def feed(trial: DraftTrial, plain: float, drafted: float, tokens: int, steps: int = 80) -> int:
+    """Steps as an engine would make them; returns how many verified no drafts."""
+    num_plain = 0
+    for _ in range(steps):
+        if trial.wants_plain():
+            num_plain += 1
+            trial.note_plain(plain)
+        else:
+            trial.note_drafted(drafted, tokens)
+    return num_plain
+
+
+def test_costs_are_kept_once_known() -> None:
+    kept: list[DraftCosts] = []
+    trial = DraftTrial(3, LENGTHS, kept.append)
+    num_plain = feed(trial, plain=0.010, drafted=0.020, tokens=3)
+    assert trial.pays and kept == [DraftCosts(3, pytest.approx(10.0), pytest.approx(20.0))]
+    assert num_plain == draft_trial.PLAIN_SAMPLES
+    assert feed(trial, 0.010, 0.020, 3, steps=300) <= 5, "few plain steps once costs are known"
+
+
+def test_drafts_that_cannot_pay_are_off_for_good(caplog: pytest.LogCaptureFixture) -> None:
+    trial = DraftTrial(3, LENGTHS, lambda costs: None)
+    feed(trial, plain=0.010, drafted=0.050, tokens=3)
+    assert not trial.pays and trial.wants_plain()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("drafts are off from now on: a step takes 50 ms with 3 drafts and 10 ms")
+    trial.note_idle()
+    assert not trial.pays
+
+
+def test_drafts_that_are_rejected_are_off_for_these_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trial = DraftTrial(3, LENGTHS, lambda costs: None)
+    feed(trial, plain=0.010, drafted=0.020, tokens=1)
+    assert not trial.pays
+    assert "until these requests are done" in caplog.text
+    trial.note_idle()
+    assert trial.pays and not trial.wants_plain()
+
+
+def test_one_slow_step_decides_nothing() -> None:
+    trial = DraftTrial(3, LENGTHS, lambda costs: None)
+    feed(trial, plain=0.010, drafted=0.020, tokens=3)
+    trial.note_drafted(5.0, 1)
+    trial.note_drafted(5.0, 1)
+    assert trial.pays
+
+
+@pytest.fixture
+def costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step with drafts seems to take a hundred times as long as one without."""
+    plain, drafted = DraftTrial.note_plain, DraftTrial.note_drafted
+    monkeypatch.setattr(DraftTrial, "note_plain", lambda self, _: plain(self, 0.001))
+    monkeypatch.setattr(DraftTrial, "note_drafted", lambda self, _, n: drafted(self, 0.1, n))
+
+
+def test_answers_are_the_same_whether_drafts_stay_or_go(target: str, costly: None) -> None:
+    long = GREEDY.replace(max_tokens=200)
+    expected = answers(LLM(target, **ROOMY, speculative_config=None), long)
+    llm = LLM(target, **ROOMY, block_size=4)
+    assert llm.engine.trial is not None
+    (alone,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
+    assert not llm.engine.trial.pays
+    assert alone.outputs[0].token_ids == expected[0]
+    before = llm.metrics()["spec_decode_num_drafts"]
+    assert before > 0 and answers(llm, long) == expected
+    assert llm.metrics()["spec_decode_num_drafts"] == before, "nothing is drafted any more"
+    (costs,) = json.loads((draft_costs.cache_dir() / draft_costs.STORE).read_text()).values()
+    assert costs["num_drafts"] == 3 and costs["drafted_ms"] == 100.0
+
+
+def test_blocks_without_the_drafters_kv_are_not_offered(
+    target: str, costly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off for one request, on for the next, whose prompt goes on from the first one's answer: its
+    drafts are those of an engine that never paused."""
+    monkeypatch.setattr(DraftTrial, "_hopeless", False, raising=False)
+    long = GREEDY.replace(max_tokens=200)
+    llm = LLM(target, **ROOMY, block_size=4)
+    (first,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
+    trial = llm.engine.trial
+    assert trial is not None
+    llm.engine.trial = None  # from here on drafts as ever
+    llm.engine.runner.drafting = llm.engine.scheduler.drafting = True
+    llm.engine.scheduler.verify_drafts = True
+    follow_up = [*PROMPTS[0], *first.outputs[0].token_ids][:210]
+    (found,) = llm.generate(follow_up, GREEDY, use_tqdm=False)
+    fresh = LLM(target, **ROOMY, block_size=4)
+    fresh.engine.trial = None
+    (expected,) = fresh.generate(follow_up, GREEDY, use_tqdm=False)
+    assert found.num_cached_tokens and found.num_cached_tokens < 200
+    assert found.outputs[0].spec == expected.outputs[0].spec
+
+
+def test_graphs_and_steps_ahead_have_no_trial(target: str) -> None:
+    assert LLM(target, **SETTINGS, graph_mode="step").engine.trial is None
+    assert LLM(target, **SETTINGS, run_ahead=1).engine.trial is None
+    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": 2}
+    assert LLM(target, **SETTINGS, speculative_config=asked).engine.trial is None

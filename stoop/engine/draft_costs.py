@@ -1,0 +1,103 @@
+"""What drafts cost on this machine, kept from run to run."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stoop.config.environ import cache_dir
+from stoop.config.schema import EngineOptions, ModelSpec
+from stoop.version import __version__
+
+log = logging.getLogger(__name__)
+
+STORE = "draft-costs.json"
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """Milliseconds of a step that serves one request."""
+
+    num_drafts: int
+    plain_ms: float  # without drafts
+    drafted_ms: float  # verifying `num_drafts` and making as many
+    busy: bool = False  # whether other programs slowed it down
+
+    def times(self) -> list[float]:
+        """Of steps with 0, 1 ... drafts: each costs about as much as the next."""
+        more = max(self.drafted_ms - self.plain_ms, 0.0) / self.num_drafts
+        return [self.plain_ms + k * more for k in range(self.num_drafts + 1)]
+
+    def refined_by(self, newer: "DraftCosts") -> "DraftCosts":
+        """The mean of both, unless one was disturbed and the other was not."""
+        if self.num_drafts != newer.num_drafts or (self.busy and not newer.busy):
+            return newer
+        if newer.busy and not self.busy:
+            return self
+        plain, drafted = self.plain_ms + newer.plain_ms, self.drafted_ms + newer.drafted_ms
+        return dataclasses.replace(newer, plain_ms=plain / 2, drafted_ms=drafted / 2)
+
+
+class CostStore:
+    """A small JSON file in the cache. One that cannot be read or written is done without."""
+
+    def __init__(self, options: EngineOptions, model: ModelSpec, head: Path) -> None:
+        self.path = cache_dir() / STORE
+        self.key = _key(options, model, head)
+
+    def load(self) -> DraftCosts | None:
+        try:
+            return _parse(self._read()[self.key])
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def add(self, costs: DraftCosts) -> None:
+        known = self.load()
+        merged = known.refined_by(costs) if known else costs
+        content = {**self._read(), self.key: dataclasses.asdict(merged)}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self.path.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps(content, indent=1) + "\n")
+            fresh.replace(self.path)
+        except OSError as error:
+            log.warning("%s cannot be written (%s): what drafts cost is not kept", self.path, error)
+
+    def _read(self) -> dict[str, object]:
+        try:
+            content = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+def _parse(record: object) -> DraftCosts:
+    costs = DraftCosts(**record)  # type: ignore[arg-type]
+    numbers = (costs.num_drafts, costs.plain_ms, costs.drafted_ms)
+    if not all(isinstance(n, int | float) and n > 0 for n in numbers):
+        raise ValueError(record)
+    return costs
+
+
+def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
+    """What costs depend on. Threads are left out: costs under another number of them are a better
+    guess than none, and are refined as the engine runs."""
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
+    digest = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16]
+    backend = options.attention_backend
+    return "|".join((digest, dtype, backend, _processor(), torch.__version__, __version__))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"

@@ -1,0 +1,100 @@
+"""Whether drafts pay, found out while requests are served.
+
+Steps that serve a single request are timed. Now and then one of them verifies no drafts, which
+shows what plain decoding would cost. Where drafts turn out not to pay, the engine decodes without
+them from then on: for good if they could not pay with usual acceptance, else until it is idle. The
+text is the same either way.
+"""
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from stoop.engine.draft_costs import DraftCosts
+
+log = logging.getLogger(__name__)
+
+WARM_STEPS = 3  # the first ones of a process take longer
+PLAIN_SAMPLES = 5  # before anything is decided
+DRAFTED_SAMPLES = 16
+EARLY_GAP, LATE_GAP = 6, 60  # drafted steps between plain ones: at first, and later
+PRIOR_STEPS = 16  # how many steps the usual acceptance weighs
+WORTH_IT = 0.97  # of plain speed: below it drafts are switched off
+KEPT = 8  # the newest samples of each kind that count
+
+
+class DraftTrial:
+    def __init__(
+        self,
+        num_drafts: int,
+        usual_tokens: Sequence[float],
+        keep: Callable[[DraftCosts], None],
+    ) -> None:
+        """usual_tokens: of a step with 1, 2 ... drafts; keep: called with costs once known"""
+        self.num_drafts = num_drafts
+        self.usual_tokens = usual_tokens[min(num_drafts, len(usual_tokens)) - 1]
+        self.pays = True
+        self._hopeless = False
+        self._keep = keep
+        self._plain: deque[float] = deque(maxlen=KEPT)  # seconds
+        self._drafted: deque[float] = deque(maxlen=4 * KEPT)
+        self._num_steps = 0
+        self._since_plain = 0
+        self._restart_acceptance()
+
+    def _restart_acceptance(self) -> None:
+        self._num_drafted = PRIOR_STEPS
+        self._num_tokens = PRIOR_STEPS * self.usual_tokens
+
+    def wants_plain(self) -> bool:
+        """Whether the next step should verify no drafts."""
+        if not self.pays:
+            return True
+        gap = EARLY_GAP if len(self._plain) < PLAIN_SAMPLES else LATE_GAP
+        return self._since_plain >= gap
+
+    def note_plain(self, seconds: float) -> None:
+        """A step that verified no drafts took so long, apart from making new ones."""
+        if not self.pays:
+            return
+        self._plain.append(seconds)
+        self._since_plain = 0
+        if len(self._plain) == PLAIN_SAMPLES and len(self._drafted) >= DRAFTED_SAMPLES:
+            self._keep(self.costs())
+
+    def note_drafted(self, seconds: float, num_tokens: int) -> None:
+        self._num_steps += 1
+        if self._num_steps <= WARM_STEPS:
+            return
+        self._since_plain += 1
+        self._num_drafted += 1
+        self._num_tokens += num_tokens
+        self._drafted.append(seconds)
+        if len(self._plain) >= PLAIN_SAMPLES and len(self._drafted) >= DRAFTED_SAMPLES:
+            self._decide()
+
+    def note_idle(self) -> None:
+        """No requests are left: the next ones may fare better."""
+        self._restart_acceptance()
+        self.pays = not self._hopeless
+
+    def costs(self) -> DraftCosts:
+        plain, drafted = (1e3 * statistics.median(each) for each in (self._plain, self._drafted))
+        return DraftCosts(self.num_drafts, plain, drafted)
+
+    def _decide(self) -> None:
+        costs, tokens = self.costs(), self._num_tokens / self._num_drafted
+        if tokens * costs.plain_ms >= WORTH_IT * costs.drafted_ms:
+            return
+        self.pays = False
+        self._hopeless = self.usual_tokens * costs.plain_ms < WORTH_IT * costs.drafted_ms
+        log.warning(
+            "drafts are off %s: a step takes %.0f ms with %d drafts and %.0f ms without, and "
+            "yields %.1f tokens",
+            "from now on" if self._hopeless else "until these requests are done",
+            costs.drafted_ms,
+            self.num_drafts,
+            costs.plain_ms,
+            tokens,
+        )

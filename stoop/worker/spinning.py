@@ -1,0 +1,174 @@
+"""CPU threads that spin while the cores are free and sleep while other programs need them.
+
+A step on a CPU has over a hundred parallel regions. At the end of each, OpenMP's threads wait for
+one another. Spinning, as libgomp does for some milliseconds, is the fastest way on idle cores: a
+step of SmolLM2 takes a quarter less time than with sleeping threads. But where another program
+has a core, spinning threads keep the one that they wait for from running, and a step takes ten
+times as long.
+
+So threads sleep at first. They spin once the stepping thread has hardly waited for a core for a
+while, and sleep again when it does. libgomp has no call to choose; it stops spinning, though, while
+it manages more threads than there are cores. A second team of threads that do nothing brings that
+about, and ending it takes it back.
+
+`OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment decide instead, where they are set.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+WINDOW_SECONDS = 0.3  # over which waiting is measured
+MIN_STEPS = 4  # in a window, unless they take
+LONG_WINDOW_SECONDS = 1.0
+BUSY_SHARE = 0.05  # of a window spent waiting for a core: others need it
+IDLE_SHARE = 0.01
+FIRST_PAUSE = 2.0  # seconds of sleeping before the next try to spin; doubled at every failure
+LONGEST_PAUSE = 60.0
+
+
+class IdleTeam:
+    """A team of OpenMP threads, one more than there are cores, that sleeps until it is ended."""
+
+    def __init__(self, libgomp: Any) -> None:
+        self._libgomp = libgomp
+        self._end = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stoop-idle-team", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def _run(self) -> None:
+        # Any function that takes no time will do. The team lives as long as this thread.
+        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
+        self._libgomp.GOMP_parallel(nothing, None, num_cores() + 1, 0)
+        self._ready.set()
+        self._end.wait()
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def find_libgomp() -> Any | None:
+    """The OpenMP library that torch has loaded, if it is libgomp."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
+    for path in sorted(paths):
+        try:
+            library = ctypes.CDLL(path)
+            library.GOMP_parallel.restype = None
+            library.GOMP_parallel.argtypes = [
+                ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+            ]  # fmt: skip
+        except (OSError, AttributeError):
+            continue
+        return library
+    return None
+
+
+def seconds_waited() -> float | None:
+    """How long this thread has waited for a core so far; None if the system does not say."""
+    try:
+        fields = Path("/proc/thread-self/schedstat").read_text().split()
+        return int(fields[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+class SpinControl:
+    """Decides between spinning and sleeping from how long the stepping thread waits for a core."""
+
+    def __init__(
+        self,
+        make_team: Callable[[], Any],
+        waited: Callable[[], float | None] = seconds_waited,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._make_team = make_team
+        self._waited = waited
+        self._clock = clock
+        self._team: Any = make_team()
+        self._pause = FIRST_PAUSE
+        self._spin_after = 0.0  # not before this time
+        self._told = False
+        self.busy = False  # whether other programs needed the cores in the last window
+        self._begin()
+
+    @property
+    def spins(self) -> bool:
+        return self._team is None
+
+    def _begin(self) -> None:
+        """A new window, of the thread that calls."""
+        self._thread = threading.get_ident()
+        self._started, self._num_steps = self._clock(), 0
+        self._waited_before = self._waited() or 0.0
+
+    def note_step(self) -> None:
+        """After every step, by the thread that made it."""
+        self._num_steps += 1
+        now = self._clock()
+        passed = now - self._started
+        if passed < WINDOW_SECONDS or (
+            self._num_steps < MIN_STEPS and passed < LONG_WINDOW_SECONDS
+        ):
+            return
+        if self._thread == threading.get_ident():
+            waited = (self._waited() or 0.0) - self._waited_before
+            self._decide(waited / passed, now)
+        self._begin()
+
+    def _decide(self, share: float, now: float) -> None:
+        self.busy = share > BUSY_SHARE
+        if self.busy:
+            self._tell()
+            if self.spins:
+                self._team = self._make_team()
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._spin_after = now + self._pause
+        elif not self.spins and share < IDLE_SHARE and now >= self._spin_after:
+            self._team.end()
+            self._team = None
+        elif self.spins and now >= self._spin_after + LONGEST_PAUSE:
+            self._pause = FIRST_PAUSE  # it has been quiet for a while
+
+    def _tell(self) -> None:
+        if not self._told:
+            log.warning(
+                "other programs use this machine's cores, so CPU threads sleep while they wait "
+                "(OMP_WAIT_POLICY or GOMP_SPINCOUNT override this)"
+            )
+            self._told = True
+
+
+_control: SpinControl | None = None  # of the process: libgomp has one count of threads
+_lock = threading.Lock()
+
+
+def share_cores() -> SpinControl | None:
+    """The process's control, made at the first call; None where there is nothing to decide."""
+    global _control
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return None
+    with _lock:
+        if _control is None and seconds_waited() is not None:
+            libgomp = find_libgomp()
+            if libgomp is not None:
+                _control = SpinControl(lambda: IdleTeam(libgomp))
+        return _control
