@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stoop.checkpoint.gguf_config import ModelFields, build_config, build_generation_config
-from stoop.checkpoint.gguf_file import GGUFFile, GGUFTensor
+from stoop.checkpoint.gguf_file import MAX_SHOWN, GGUFFile, GGUFTensor
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from stoop.checkpoint.report import Report, quiet
 from stoop.config.errors import CheckpointError
@@ -32,6 +32,7 @@ MAX_FLOAT32_BYTES = 4 << 30
 SLICE_ELEMENTS = 4 << 20
 
 ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 4096  # one for two dimensions of a head
 OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -111,7 +112,8 @@ def _sound_metadata(source: Path) -> Iterator[None]:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
-            f"{source} has unusable metadata ({type(error).__name__}: {error}): download it again"
+            f"{source} has unusable metadata ({type(error).__name__}: "
+            f"{str(error)[:MAX_SHOWN]}): download it again"
         ) from error
 
 
@@ -140,23 +142,27 @@ def _new_name(name: str) -> str:
     if match and match[2] in LAYER_NAMES:
         return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
     raise CheckpointError(
-        f"this GGUF file has a tensor {name!r} that no known model of its architecture has: "
-        "use another file of this model"
+        f"this GGUF file has a tensor {name[:MAX_SHOWN]!r} that no known model of its "
+        "architecture has: use another file of this model"
     )
 
 
 def _check_complete(file: GGUFFile, num_layers: int) -> None:
     present = {tensor.name for tensor in file.tensors}
-    needed = ["token_embd.weight", "output_norm.weight"]
-    needed += [
-        f"blk.{layer}.{part}.weight" for layer in range(num_layers) for part in LAYER_PARTS_NEEDED
-    ]
-    missing = [name for name in needed if name not in present]
-    if missing:
+    # Stops at the first that is missing: the number of layers is only a claim of the file.
+    missing = next((name for name in _needed(num_layers) if name not in present), None)
+    if missing is not None:
         raise CheckpointError(
-            f"{file.path} lacks the tensor {missing[0]!r}: if the model is split over several "
+            f"{file.path} lacks the tensor {missing!r}: if the model is split over several "
             "GGUF files, merge them with llama-gguf-split --merge"
         )
+
+
+def _needed(num_layers: int) -> Iterator[str]:
+    yield from ("token_embd.weight", "output_norm.weight")
+    for layer in range(num_layers):
+        for part in LAYER_PARTS_NEEDED:
+            yield f"blk.{layer}.{part}.weight"
 
 
 def _kept_type(tensor: GGUFTensor) -> str | None:
@@ -199,6 +205,11 @@ def _main_type(plan: Sequence[PlannedTensor]) -> str:
 def _rope_factors(file: GGUFFile) -> list[float] | None:
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
+            if tensor.num_elements > MAX_ROPE_FACTORS:
+                raise CheckpointError(
+                    f"{file.path} has {tensor.num_elements} rotary factors, more than a head has "
+                    "dimensions: download it again"
+                )
             return [float(value) for value in _dequantize(file.rows(tensor), tensor).ravel()]
     return None
 
