@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -74,7 +75,9 @@ class PlannedTensor:
         return self.source.num_elements * ELEMENT_BYTES[self.type_name]
 
 
-def convert_gguf(source: Path, target: Path, report: Report | None = None) -> None:
+def convert_gguf(
+    source: Path, target: Path, report: Report | None = None, stage: str = "converting"
+) -> None:
     """Write config, tokenizer and weights of a GGUF file into the folder `target`."""
     with GGUFFile(source) as file:
         with _sound_metadata(source):
@@ -83,7 +86,7 @@ def convert_gguf(source: Path, target: Path, report: Report | None = None) -> No
         target.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (target / name).write_text(text, encoding="utf-8")
-        _write_weights(target / "model.safetensors", file, plan, report or quiet)
+        _write_weights(target / "model.safetensors", file, plan, partial(report or quiet, stage))
 
 
 def converted_bytes(source: Path) -> int:
@@ -215,18 +218,19 @@ def _rope_factors(file: GGUFFile) -> list[float] | None:
 
 
 def _write_weights(
-    path: Path, file: GGUFFile, plan: Sequence[PlannedTensor], report: Report
+    path: Path, file: GGUFFile, plan: Sequence[PlannedTensor], report: Callable[[int, int], None]
 ) -> None:
+    """report: called with bytes done of a total"""
     total = sum(tensor.num_bytes for tensor in plan)
     done = 0
-    report("converting", done, total)
+    report(done, total)
     with path.open("wb") as output:
         output.write(_header(plan))
         for tensor in plan:
             for piece in _pieces(file, tensor):
                 _write_array(output, piece)
                 done += piece.nbytes
-                report("converting", done, total)
+                report(done, total)
     assert done == total, (done, total)
 
 

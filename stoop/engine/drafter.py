@@ -38,7 +38,7 @@ def spelled_out(given: Any, model: str, device: str) -> Any:
     not pay; None if there is no such head."""
     if not asks_for_auto(given):
         return given
-    folder = shipped_head(model)
+    folder = shipped_head(resolve_model(model))
     most = MAX_DRAFTS if device == "cpu" else GPU_DRAFTS
     return folder and {"model": str(folder), "num_speculative_tokens": most}
 
@@ -49,7 +49,8 @@ def find_drafter(
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
         return Drafter(_settle(asked, options, model, report) if asked else None)
-    folder = shipped_head(options.model)
+    target = resolve_model(options.model, revision=options.revision, local_only=True)
+    folder = shipped_head(target)
     if folder is None or options.load_format == "dummy":
         return Drafter(None)
     num_drafts, note = GPU_DRAFTS, "the head that comes with the model"

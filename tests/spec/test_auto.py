@@ -1,6 +1,7 @@
 """`speculative_config="auto"`: the head that comes with a model, where it pays."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     target = str(write_target(tmp_path / "target"))
     head = write_head(tmp_path / "head", "eagle3", max_position=256)
     (head / shipped.LENGTHS).write_text(json.dumps({"tokens_per_step": [1.9, 2.7, 3.4]}))
+    shipped.write_fingerprint(Path(target), head)
     monkeypatch.setitem(shipped.SHIPPED, target, head)
     return target
 
@@ -187,18 +189,26 @@ def test_no_head_for_random_weights_or_for_none(target: str, options: dict[str, 
 
 
 def test_a_model_without_a_head_has_no_drafts(target: str, tmp_path: Path) -> None:
-    other = LLM(str(write_target(tmp_path / "other")), **SETTINGS)
+    other = LLM(str(write_target(tmp_path / "other", num_layers=4)), **SETTINGS)
     assert other.config.spec is None and other.config.draft_note == ""
     (shipped.SHIPPED[target] / "config.json").unlink()  # as if it had not been shipped
     assert LLM(target, **SETTINGS).config.spec is None
 
 
-def test_auto_in_words(target: str) -> None:
+def test_a_copy_of_the_weights_elsewhere_gets_the_head(target: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(target, tmp_path / "copy")
+    options, model = make_options(str(copy), {}), read_model_spec(copy)
+    found = find_drafter(options, model, "cuda:0", lambda _: None, None)
+    assert found.spec is not None and found.spec.folder == str(shipped.SHIPPED[target])
+
+
+def test_auto_in_words(target: str, tmp_path: Path) -> None:
     head = str(shipped.SHIPPED[target])
     assert spelled_out("auto", target, "cuda:0") == {
         "model": head,
         "num_speculative_tokens": drafter.GPU_DRAFTS,
     }
-    assert spelled_out(" Auto ", "elsewhere", "cpu") is None
+    other = str(write_target(tmp_path / "other", num_layers=4))
+    assert spelled_out(" Auto ", other, "cpu") is None
     for given in (None, "none", {"method": "ngram"}):
         assert spelled_out(given, target, "cpu") == given
