@@ -88,7 +88,10 @@ def plan_download(name: str, revision: str | None) -> HubPlan | None:
             size
             for file, size in sizes.items()
             if not isinstance(
-                huggingface_hub.try_to_load_from_cache(name, file, revision=info.sha), str
+                huggingface_hub.try_to_load_from_cache(
+                    name, file, cache_dir=hub_cache_dir(), revision=info.sha
+                ),
+                str,
             )
         )
     except Exception:  # the download itself says what is wrong, or does without the hub
@@ -96,11 +99,15 @@ def plan_download(name: str, revision: str | None) -> HubPlan | None:
     return HubPlan(tuple(sizes), missing)
 
 
-def repo_folder(name: str) -> Path:
-    """Where the hub library keeps all that it has of a model."""
+def hub_cache_dir() -> Path:
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE)
+
+
+def repo_folder(name: str) -> Path:
+    """Where the hub library keeps all that it has of a model."""
+    return hub_cache_dir() / f"models--{name.replace('/', '--')}"
 
 
 def remove_repo(folder: Path) -> None:
@@ -114,7 +121,9 @@ def _is_here(name: str, revision: str | None) -> bool:
     import huggingface_hub
 
     try:
-        found = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+        found = huggingface_hub.try_to_load_from_cache(
+            name, "config.json", cache_dir=hub_cache_dir(), revision=revision
+        )
     except huggingface_hub.errors.HFValidationError:
         return False
     return isinstance(found, str)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from stoop.checkpoint import cache, hub
 from stoop.checkpoint.fetch import converted_name
+from stoop.checkpoint.hub import hub_cache_dir
 from stoop.checkpoint.weights import INDEX_FILE
 from stoop.config.errors import ConfigError, FetchError
 
@@ -49,12 +50,6 @@ def remove_models(models: list[CachedModel]) -> None:
             _remove_from_hub(name)
 
 
-def hub_cache_dir() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
-
-
 def _made_by_stoop() -> Iterator[CachedModel]:
     root = cache.models_dir()
     if not root.is_dir():
@@ -86,7 +81,7 @@ def _from_the_hub() -> Iterator[CachedModel]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
-        scanned = {repo.repo_path: repo for repo in scan_cache_dir().repos}
+        scanned = {repo.repo_path: repo for repo in scan_cache_dir(hub_cache_dir()).repos}
     except (CacheNotFound, ValueError):
         return
     for folder in hub_cache_dir().glob("models--*"):
@@ -122,7 +117,7 @@ def _remove_from_hub(name: str) -> None:
     folder = hub.repo_folder(name)
     try:
         # The library knows which files other models share with this one.
-        scan = scan_cache_dir()
+        scan = scan_cache_dir(hub_cache_dir())
         repos = [repo for repo in scan.repos if repo.repo_path == folder]
         revisions = [revision.commit_hash for repo in repos for revision in repo.revisions]
         if revisions:

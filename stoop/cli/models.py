@@ -17,7 +17,8 @@ def list_cached(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     from stoop.checkpoint.cache import models_dir
-    from stoop.checkpoint.inventory import hub_cache_dir, list_models
+    from stoop.checkpoint.hub import hub_cache_dir
+    from stoop.checkpoint.inventory import list_models
     from stoop.checkpoint.report import show_bytes, show_path
 
     found = list_models()
