@@ -154,7 +154,7 @@ def _clear_leftovers(own_name: str) -> None:
         if name == own_name:
             shutil.rmtree(leftover, ignore_errors=True)
             continue
-        # Those of others that we may not touch are in nobody's way.
+        # A leftover that we may not remove does no harm.
         with suppress(OSError), lock_if_free(name) as is_free:
             if is_free:
                 shutil.rmtree(leftover)

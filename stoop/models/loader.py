@@ -44,7 +44,9 @@ def load_model(config: Config, report: Report | None = None) -> LlamaModel:
     num_positions = config.schedule.max_model_len
     try:
         model.prepare(num_positions)
-    except RuntimeError as error:  # torch's type for memory that it cannot get
+    except RuntimeError as error:
+        if not _lacks_memory(error):
+            raise
         raise ConfigError(
             f"the rotary tables of max_model_len={num_positions} positions do not fit into memory: "
             "lower max_model_len"
@@ -80,12 +82,19 @@ def build(
         check(module)
     try:
         return module.to_empty(device=device).eval()
-    except RuntimeError as error:  # torch's type for memory that it cannot get
+    except RuntimeError as error:
+        if not _lacks_memory(error):
+            raise
         num_bytes = sum(parameter.nbytes for parameter in module.parameters())
         raise ConfigError(
             f"the weights take {num_bytes / 2**30:.1f} GiB, which {device} has no room for: use a "
             "smaller model, or a dtype of fewer bits"
         ) from error
+
+
+def _lacks_memory(error: RuntimeError) -> bool:
+    """Torch has a type of its own for this on a GPU only."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _check_layers(spec: ModelSpec, reader: WeightReader) -> None:

@@ -211,3 +211,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_a_device_that_is_none_is_refused(base: Path, device: Any) -> None:
     with pytest.raises(ConfigError, match=r"device=.*: use auto, cpu, cuda or cuda:N"):
         LLM(str(base), device=device)
+
+
+def test_weights_that_memory_cannot_hold_are_refused(base: Path, tmp_path: Path) -> None:
+    """Random weights have no files that bound their size."""
+    config = json.loads((base / "config.json").read_text())
+    huge = {"hidden_size": 2**24, "vocab_size": 2**24, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | huge))
+    with pytest.raises(ConfigError, match=r"the weights take .* GiB, which cpu has no room for"):
+        LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True)
