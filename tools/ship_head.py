@@ -1,8 +1,12 @@
-"""Put a trained head where stoop finds it beside its target: weights, card, measured acceptance.
+"""Put a trained head where stoop finds it for its target: weights, card, measured acceptance, and
+the fingerprint of the target's weights.
 
     python tools/ship_head.py draft/head smollm2-135m acceptance.json [more.json ...]
 
 These are what `stoop bench acceptance --out` wrote; the first has K = 1, 2, 3 at temperature 0.
+To renew only the fingerprint of a head that is there:
+
+    python tools/ship_head.py --fingerprint smollm2-135m
 """
 
 import json
@@ -11,6 +15,9 @@ import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from stoop.checkpoint.fetch import resolve_model
+from stoop.checkpoint.shipped import write_fingerprint
 
 HEADS = Path(__file__).resolve().parent.parent / "stoop" / "heads"
 MAX_BYTES = 25_000_000
@@ -45,7 +52,8 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ship(head: Path, heads: Path, name: str, acceptance: list[Path]) -> Path:
+def ship(head: Path, heads: Path, name: str, acceptance: list[Path], target: Path) -> Path:
+    """target: the folder of the weights that the head was trained on"""
     records = [json.loads(path.read_text()) for path in acceptance]
     lengths = tokens_per_step(records[0]["rows"])
     weights = head / "model.safetensors"
@@ -60,10 +68,15 @@ def ship(head: Path, heads: Path, name: str, acceptance: list[Path]) -> Path:
     card = (head / "README.md").read_text()
     (folder / "README.md").write_text("\n".join((card, *map(table, records))))
     (folder / "acceptance.json").write_text(json.dumps({"tokens_per_step": lengths}) + "\n")
+    write_fingerprint(target, folder)
     return folder
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--fingerprint"] and len(sys.argv) == 3:
+        write_fingerprint(resolve_model(sys.argv[2]), HEADS / sys.argv[2])
+        raise SystemExit
     if len(sys.argv) < 4:
         raise SystemExit(__doc__)
-    print(ship(Path(sys.argv[1]), HEADS, sys.argv[2], [Path(each) for each in sys.argv[3:]]))
+    made, target, *measured = sys.argv[1:]
+    print(ship(Path(made), HEADS, target, [Path(each) for each in measured], resolve_model(target)))

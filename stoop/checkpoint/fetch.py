@@ -7,11 +7,11 @@ import os
 import re
 from pathlib import Path
 
-from stoop.checkpoint.cache import Recipe, obtain
+from stoop.checkpoint.cache import Recipe, models_dir, obtain
 from stoop.checkpoint.embedded import EMBEDDED, EmbeddedModel, embedded_recipe
 from stoop.checkpoint.gguf import convert_gguf, converted_bytes
 from stoop.checkpoint.hub import fetch_from_hub
-from stoop.checkpoint.report import Report, quiet
+from stoop.checkpoint.report import Report, quiet, show_bytes, show_path
 from stoop.config.errors import CheckpointError, ConfigError, FetchError
 
 __all__ = ["EMBEDDED", "EmbeddedModel", "Report", "pull", "resolve_model"]
@@ -52,7 +52,7 @@ def pull(name: str, report: Report | None = None) -> Path:
     if name in EMBEDDED:
         return resolve_model(name, report=report)
     if HUB_ID.fullmatch(name) and not _looks_like_path(name):
-        return fetch_from_hub(name, None, report)
+        return fetch_from_hub(name, None, report, check_size=True)
     raise _unknown_name(name)
 
 
@@ -88,18 +88,30 @@ def _convert_once(file: Path, report: Report) -> Path:
     return obtain(_gguf_recipe(file.resolve(), report), report)
 
 
-def _gguf_recipe(file: Path, report: Report) -> Recipe:
-    state = file.stat()
-    # The name depends on the path alone, so that a changed file replaces its old conversion.
+def converted_name(file: Path) -> str:
+    """What the conversion of a GGUF file (its resolved path) is called in the cache.
+
+    It depends on the path alone, so that a changed file replaces its old conversion.
+    """
     path_digest = hashlib.sha256(os.fsencode(file)).hexdigest()[:12]
     readable = re.sub(r"[^\w.-]+", "-", file.stem)[:60]
+    return f"gguf-{readable}-{path_digest}"
+
+
+def _gguf_recipe(file: Path, report: Report) -> Recipe:
+    state = file.stat()
+
+    def notice() -> str:
+        size, place = show_bytes(converted_bytes(file)), show_path(models_dir())
+        return f"converting {file.name} ({show_bytes(state.st_size)}) to {size} in {place}"
 
     def build(scratch: Path, model: Path) -> None:
-        convert_gguf(file, model, report)
+        convert_gguf(file, model, report, stage=notice())
 
     return Recipe(
-        name=f"gguf-{readable}-{path_digest}",
+        name=converted_name(file),
         source=f"{file} {state.st_size} {state.st_mtime_ns}",
         bytes_needed=lambda: converted_bytes(file),
         build=build,
+        notice=notice,
     )

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stoop.checkpoint.gguf_config import ModelFields, build_config, build_generation_config
-from stoop.checkpoint.gguf_file import GGUFFile, GGUFTensor
+from stoop.checkpoint.gguf_file import MAX_SHOWN, GGUFFile, GGUFTensor
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from stoop.checkpoint.report import Report, quiet
 from stoop.config.errors import CheckpointError
@@ -32,6 +33,7 @@ MAX_FLOAT32_BYTES = 4 << 30
 SLICE_ELEMENTS = 4 << 20
 
 ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 4096  # one for two dimensions of a head
 OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -73,7 +75,9 @@ class PlannedTensor:
         return self.source.num_elements * ELEMENT_BYTES[self.type_name]
 
 
-def convert_gguf(source: Path, target: Path, report: Report | None = None) -> None:
+def convert_gguf(
+    source: Path, target: Path, report: Report | None = None, stage: str = "converting"
+) -> None:
     """Write config, tokenizer and weights of a GGUF file into the folder `target`."""
     with GGUFFile(source) as file:
         with _sound_metadata(source):
@@ -82,7 +86,7 @@ def convert_gguf(source: Path, target: Path, report: Report | None = None) -> No
         target.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (target / name).write_text(text, encoding="utf-8")
-        _write_weights(target / "model.safetensors", file, plan, report or quiet)
+        _write_weights(target / "model.safetensors", file, plan, partial(report or quiet, stage))
 
 
 def converted_bytes(source: Path) -> int:
@@ -111,7 +115,8 @@ def _sound_metadata(source: Path) -> Iterator[None]:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
-            f"{source} has unusable metadata ({type(error).__name__}: {error}): download it again"
+            f"{source} has unusable metadata ({type(error).__name__}: "
+            f"{str(error)[:MAX_SHOWN]}): download it again"
         ) from error
 
 
@@ -140,23 +145,27 @@ def _new_name(name: str) -> str:
     if match and match[2] in LAYER_NAMES:
         return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
     raise CheckpointError(
-        f"this GGUF file has a tensor {name!r} that no known model of its architecture has: "
-        "use another file of this model"
+        f"this GGUF file has a tensor {name[:MAX_SHOWN]!r} that no known model of its "
+        "architecture has: use another file of this model"
     )
 
 
 def _check_complete(file: GGUFFile, num_layers: int) -> None:
     present = {tensor.name for tensor in file.tensors}
-    needed = ["token_embd.weight", "output_norm.weight"]
-    needed += [
-        f"blk.{layer}.{part}.weight" for layer in range(num_layers) for part in LAYER_PARTS_NEEDED
-    ]
-    missing = [name for name in needed if name not in present]
-    if missing:
+    # Stops at the first that is missing: the number of layers is only a claim of the file.
+    missing = next((name for name in _needed(num_layers) if name not in present), None)
+    if missing is not None:
         raise CheckpointError(
-            f"{file.path} lacks the tensor {missing[0]!r}: if the model is split over several "
+            f"{file.path} lacks the tensor {missing!r}: if the model is split over several "
             "GGUF files, merge them with llama-gguf-split --merge"
         )
+
+
+def _needed(num_layers: int) -> Iterator[str]:
+    yield from ("token_embd.weight", "output_norm.weight")
+    for layer in range(num_layers):
+        for part in LAYER_PARTS_NEEDED:
+            yield f"blk.{layer}.{part}.weight"
 
 
 def _kept_type(tensor: GGUFTensor) -> str | None:
@@ -199,23 +208,29 @@ def _main_type(plan: Sequence[PlannedTensor]) -> str:
 def _rope_factors(file: GGUFFile) -> list[float] | None:
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
+            if tensor.num_elements > MAX_ROPE_FACTORS:
+                raise CheckpointError(
+                    f"{file.path} has {tensor.num_elements} rotary factors, more than a head has "
+                    "dimensions: download it again"
+                )
             return [float(value) for value in _dequantize(file.rows(tensor), tensor).ravel()]
     return None
 
 
 def _write_weights(
-    path: Path, file: GGUFFile, plan: Sequence[PlannedTensor], report: Report
+    path: Path, file: GGUFFile, plan: Sequence[PlannedTensor], report: Callable[[int, int], None]
 ) -> None:
+    """report: called with bytes done of a total"""
     total = sum(tensor.num_bytes for tensor in plan)
     done = 0
-    report("converting", done, total)
+    report(done, total)
     with path.open("wb") as output:
         output.write(_header(plan))
         for tensor in plan:
             for piece in _pieces(file, tensor):
                 _write_array(output, piece)
                 done += piece.nbytes
-                report("converting", done, total)
+                report(done, total)
     assert done == total, (done, total)
 
 

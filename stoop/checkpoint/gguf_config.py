@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from stoop.checkpoint.gguf_file import MAX_SHOWN
 from stoop.config.errors import CheckpointError
 
 MODEL_CLASSES = {
@@ -25,7 +26,7 @@ class ModelFields:
         self.architecture = str(metadata.get("general.architecture", "unnamed"))
         if self.architecture not in MODEL_CLASSES:
             raise CheckpointError(
-                f"GGUF files of architecture {self.architecture!r} cannot be loaded: "
+                f"GGUF files of architecture {self.architecture[:MAX_SHOWN]!r} cannot be loaded: "
                 f"use one of {', '.join(MODEL_CLASSES)}"
             )
 
@@ -173,7 +174,7 @@ def _named_scaling(fields: ModelFields) -> dict[str, Any] | None:
     if kind == "yarn":
         return _yarn_scaling(fields, factor)
     raise CheckpointError(
-        f"GGUF files with rotary scaling of kind {kind!r} cannot be loaded: "
+        f"GGUF files with rotary scaling of kind {str(kind)[:MAX_SHOWN]!r} cannot be loaded: "
         "use one with linear or yarn scaling, or none"
     )
 
@@ -200,4 +201,4 @@ def _yarn_scaling(fields: ModelFields, factor: float) -> dict[str, Any]:
 def _shown(value: Any) -> str:
     if value is None:
         return "missing"
-    return "a list with a value per layer" if isinstance(value, list) else repr(value)
+    return "a list with a value per layer" if isinstance(value, list) else repr(value)[:MAX_SHOWN]

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4  # as in llama.cpp
+# The least bytes of a field (key length, type, value) and of a tensor's header in a file.
+MIN_FIELD_BYTES = 8 + 4 + 1
+MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+MAX_SHOWN = 80  # characters of a name in an error message
 STRING_TYPE = 8
 ARRAY_TYPE = 9
 # GGUF value type -> struct format, little-endian.
@@ -112,6 +117,13 @@ class _Cursor:
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
+    def count(self, form: str, min_bytes: int) -> int:
+        """A number of things to come, each of at least so many bytes."""
+        count: int = self.scalar(form)
+        if count * min_bytes > self.size - self.position:
+            raise DamagedFile(f"it announces {count} entries, more than it has bytes for")
+        return count
+
     def scalars(self, form: str, count: int) -> list[Any]:
         data = self.take(struct.calcsize("<" + form) * count)
         return list(struct.unpack(f"<{count}{form}", data))
@@ -129,7 +141,8 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]]:
     version = cursor.scalar("I")
     if version not in SUPPORTED_VERSIONS:
         raise DamagedFile(f"its version is {version}, we read {SUPPORTED_VERSIONS}")
-    num_tensors, num_fields = cursor.scalars("Q", 2)
+    num_tensors = cursor.count("Q", MIN_TENSOR_BYTES)
+    num_fields = cursor.count("Q", MIN_FIELD_BYTES)
     metadata: dict[str, Any] = {}
     for _ in range(num_fields):
         key = cursor.string()
@@ -139,17 +152,20 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]]:
     if not isinstance(alignment, int) or alignment <= 0:
         raise DamagedFile("its alignment is not a positive number")
     data_start = -(-cursor.position // alignment) * alignment
-    return metadata, [_place(header, data_start, cursor.size) for header in headers]
+    tensors = [_place(header, data_start, cursor.size) for header in headers]
+    _check_apart(tensors)
+    return metadata, tensors
 
 
 def _read_value(cursor: _Cursor, value_type: int) -> Any:
     if value_type == STRING_TYPE:
         return cursor.string()
     if value_type == ARRAY_TYPE:
-        item_type, count = cursor.scalar("I"), cursor.scalar("Q")
+        item_type = cursor.scalar("I")
         if item_type == STRING_TYPE:
-            return [cursor.string() for _ in range(count)]
-        return cursor.scalars(_scalar_format(item_type), count)
+            return [cursor.string() for _ in range(cursor.count("Q", min_bytes=8))]
+        form = _scalar_format(item_type)
+        return cursor.scalars(form, cursor.count("Q", struct.calcsize("<" + form)))
     return cursor.scalar(_scalar_format(value_type))
 
 
@@ -161,7 +177,10 @@ def _scalar_format(value_type: int) -> str:
 
 def _read_tensor_header(cursor: _Cursor) -> tuple[str, list[int], int, int]:
     name = cursor.string()
-    dimensions = cursor.scalars("Q", cursor.scalar("I"))
+    num_dimensions = cursor.scalar("I")
+    if num_dimensions > MAX_DIMENSIONS:
+        raise DamagedFile(f"tensor {name[:MAX_SHOWN]} has {num_dimensions} dimensions")
+    dimensions = cursor.scalars("Q", num_dimensions)
     return name, dimensions, cursor.scalar("I"), cursor.scalar("Q")
 
 
@@ -172,8 +191,19 @@ def _place(header: tuple[str, list[int], int, int], data_start: int, size: int) 
         name, shape, type_code, data_start + offset, _num_bytes(name, shape, type_code)
     )
     if tensor.offset + tensor.num_bytes > size:
-        raise DamagedFile(f"it ends before tensor {name}")
+        raise DamagedFile(f"it ends before tensor {name[:MAX_SHOWN]}")
     return tensor
+
+
+def _check_apart(tensors: Sequence[GGUFTensor]) -> None:
+    """Refuse tensors that share bytes or a name: they would be written once for each."""
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise DamagedFile("it has two tensors of one name")
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise DamagedFile(f"tensor {tensor.name[:MAX_SHOWN]} overlaps another")
+        end = tensor.offset + tensor.num_bytes
 
 
 def _num_bytes(name: str, shape: Sequence[int], type_code: int) -> int:
@@ -182,9 +212,9 @@ def _num_bytes(name: str, shape: Sequence[int], type_code: int) -> int:
     try:
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type_code)]
     except (ValueError, KeyError) as error:
-        raise DamagedFile(f"tensor {name} has the unknown type {type_code}") from error
+        raise DamagedFile(f"tensor {name[:MAX_SHOWN]} has the unknown type {type_code}") from error
     if not shape or 0 in shape or shape[-1] % block_size:
-        raise DamagedFile(f"tensor {name} has the impossible shape {tuple(shape)}")
+        raise DamagedFile(f"tensor {name[:MAX_SHOWN]} has the impossible shape {tuple(shape)}")
     num_elements = 1
     for size in shape:
         num_elements *= size

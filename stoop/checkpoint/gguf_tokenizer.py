@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from stoop.checkpoint.gguf_file import MAX_SHOWN
 from stoop.config.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -13,6 +15,11 @@ if TYPE_CHECKING:
     from tokenizers import pre_tokenizers
 
 WORD_START = "\u2581"  # SentencePiece writes a space as this block character
+# Tokens of real vocabularies have a few hundred characters at most. Every way of cutting one in two
+# may be a merge, so the work grows with the square of its length.
+MAX_PIECE_CHARS = 4096
+# How many characters the merges may have for each of the vocabulary; real ones have 2 to 5.
+MAX_MERGE_GROWTH = 64
 
 # How texts are cut before byte-pair merging, by the name that GGUF gives the rule. The patterns
 # are those that the models' makers publish; several rules are applied one after the other.
@@ -115,7 +122,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         tokenizer = _build_sentencepiece(fields)
     else:
         raise CheckpointError(
-            f"GGUF tokenizers of model {fields.model!r} cannot be loaded: use gpt2 or llama"
+            f"GGUF tokenizers of model {fields.model[:MAX_SHOWN]!r} cannot be loaded: use gpt2 or "
+            "llama"
         )
     _add_tokens(tokenizer, fields)
     _add_template(tokenizer, fields)
@@ -158,7 +166,7 @@ def _build_byte_level(fields: TokenizerFields) -> tokenizers.Tokenizer:
     rule = fields.split_rule
     if rule not in SPLIT_PATTERNS:
         raise CheckpointError(
-            f"GGUF tokenizers with the pre-tokenizer {rule!r} cannot be loaded: "
+            f"GGUF tokenizers with the pre-tokenizer {rule[:MAX_SHOWN]!r} cannot be loaded: "
             "use the model's folder in Hugging Face layout instead"
         )
     merges = [_split_merge(merge) for merge in fields.get("merges") or []]
@@ -179,7 +187,8 @@ def _new_tokenizer(
         return Tokenizer(models.BPE(vocab=fields.vocabulary, merges=merges, **options))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(
-            f"this GGUF file's tokenizer does not hold together ({error}): download it again"
+            f"this GGUF file's tokenizer does not hold together ({str(error)[:MAX_SHOWN]}): "
+            "download it again"
         ) from error
 
 
@@ -197,7 +206,8 @@ def _split_merge(merge: str) -> tuple[str, str]:
     left, separator, right = merge[1:].partition(" ")
     if not separator or not right:
         raise CheckpointError(
-            f"this GGUF file has the broken merge {merge!r}: use another file of this model"
+            f"this GGUF file has the broken merge {merge[:MAX_SHOWN]!r}: use another file of "
+            "this model"
         )
     return merge[0] + left, right
 
@@ -239,10 +249,32 @@ def _merges_by_score(fields: TokenizerFields) -> Iterator[tuple[str, str]]:
         for token, token_id in fields.vocabulary.items()
         if fields.types[token_id] in (TokenType.NORMAL, TokenType.USER_DEFINED)
     }
+    lengths = {len(piece) for piece in pieces}
+    if lengths and max(lengths) > MAX_PIECE_CHARS:
+        raise CheckpointError(
+            f"this GGUF file has a token of {max(lengths)} characters, where at most "
+            f"{MAX_PIECE_CHARS} are supported: use another file of this model"
+        )
+    room = MAX_MERGE_GROWTH * sum(map(len, pieces))
     for piece in sorted(pieces, key=lambda piece: (-pieces[piece], fields.vocabulary[piece])):
-        halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = [pair for pair in halves if pair[0] in pieces and pair[1] in pieces]
+        known = _known_halves(piece, pieces, lengths)
+        room -= len(known) * len(piece)
+        if room < 0:
+            raise CheckpointError(
+                "this GGUF file's tokens can be merged in far more ways than those of any known "
+                "model: use another file of this model"
+            )
         yield from sorted(known, key=lambda pair: [fields.vocabulary[half] for half in pair])
+
+
+def _known_halves(
+    piece: str, pieces: Mapping[str, float], lengths: AbstractSet[int]
+) -> list[tuple[str, str]]:
+    """The ways of cutting a piece into two others."""
+    size = len(piece)
+    cuts = (cut for cut in range(1, size) if cut in lengths and size - cut in lengths)
+    halves = ((piece[:cut], piece[cut:]) for cut in cuts)
+    return [pair for pair in halves if pair[0] in pieces and pair[1] in pieces]
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, fields: TokenizerFields) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import errno
 import io
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from stoop.checkpoint.report import Report
+from stoop.checkpoint.report import Report, show_bytes
 from stoop.config.errors import FetchError
 
 WANTED_FILES = [
@@ -19,32 +24,152 @@ WANTED_FILES = [
 UNWANTED_FILES = ["*/*", "consolidated*"]
 
 
-def fetch_from_hub(name: str, revision: str | None, report: Report | None) -> Path:
-    """The local snapshot of a hub id; files already there are not fetched again."""
+@dataclass(frozen=True)
+class HubPlan:
+    """What a download would bring."""
+
+    files: tuple[str, ...]
+    missing_bytes: int  # of those files that are not in the hub library's cache
+
+
+def fetch_from_hub(
+    name: str, revision: str | None, report: Report | None, check_size: bool = False
+) -> Path:
+    """The local snapshot of a hub id; files already there are not fetched again.
+
+    check_size: ask the hub for sizes even if the model seems to be here
+    """
     import huggingface_hub
 
-    options: dict[str, Any] = {} if report is None else {"tqdm_class": _reporting_bar(report)}
+    options: dict[str, Any] = {}
+    stage = "downloading"
+    if check_size or not _is_here(name, revision):
+        plan = plan_download(name, revision)
+        if plan is not None:
+            _check_files(name, plan.files)
+            _check_space(name, plan.missing_bytes)
+            stage = f"downloading {name} ({show_bytes(plan.missing_bytes)})"
+            if report is not None and plan.missing_bytes:
+                report(stage, 0, plan.missing_bytes)
+    if report is not None:
+        options["tqdm_class"] = _reporting_bar(report, stage)
     try:
-        snapshot = huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=WANTED_FILES,
-            ignore_patterns=UNWANTED_FILES,
-            **options,
-        )
+        with _nothing_left_of_a_failure(name):
+            snapshot = huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=WANTED_FILES,
+                ignore_patterns=UNWANTED_FILES,
+                **options,
+            )
     except Exception as error:  # also what the HTTP library below the hub library raises
         raise _hub_problem(name, revision, error) from error
-    return _check_snapshot(name, Path(snapshot))
+    _check_files(name, [file.name for file in Path(snapshot).iterdir()])
+    return Path(snapshot)
 
 
-def _check_snapshot(name: str, folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
+def plan_download(name: str, revision: str | None) -> HubPlan | None:
+    """Which files a download needs; None if the hub does not say, as when it is out of reach."""
+    import huggingface_hub
+
+    try:
+        info = huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+        sizes = {
+            file.rfilename: int(file.size or 0)
+            for file in info.siblings or []
+            if _is_wanted(file.rfilename)
+        }
+        missing = sum(
+            size
+            for file, size in sizes.items()
+            if not isinstance(
+                huggingface_hub.try_to_load_from_cache(
+                    name, file, cache_dir=hub_cache_dir(), revision=info.sha
+                ),
+                str,
+            )
+        )
+    except Exception:  # the download itself says what is wrong, or does without the hub
+        return None
+    return HubPlan(tuple(sizes), missing)
+
+
+def hub_cache_dir() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def repo_folder(name: str) -> Path:
+    """Where the hub library keeps all that it has of a model."""
+    return hub_cache_dir() / f"models--{name.replace('/', '--')}"
+
+
+def remove_repo(folder: Path) -> None:
+    """Remove what there is of a model in the hub library's cache, with its locks."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
+
+
+def _is_here(name: str, revision: str | None) -> bool:
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.try_to_load_from_cache(
+            name, "config.json", cache_dir=hub_cache_dir(), revision=revision
+        )
+    except huggingface_hub.errors.HFValidationError:
+        return False
+    return isinstance(found, str)
+
+
+def _is_wanted(file: str) -> bool:
+    return any(fnmatch(file, pattern) for pattern in WANTED_FILES) and not any(
+        fnmatch(file, pattern) for pattern in UNWANTED_FILES
+    )
+
+
+def _check_files(name: str, files: Sequence[str]) -> None:
+    if "config.json" not in files:
         raise FetchError(f"{name} on the hub has no config.json: choose a model in that layout")
-    if not any(folder.glob("*.safetensors")):
+    if not any(file.endswith(".safetensors") for file in files):
         raise FetchError(
             f"{name} on the hub has no .safetensors weights: choose a model that has them"
         )
-    return folder
+
+
+def _check_space(name: str, num_bytes: int) -> None:
+    """Refuse before the first byte what the disk cannot hold."""
+    folder = repo_folder(name)
+    while not folder.exists():
+        folder = folder.parent
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes:
+        raise FetchError(
+            f"{name} needs {show_bytes(num_bytes)}, but {folder} has {show_bytes(free_bytes)} "
+            "free: free some space or set HF_HOME to a folder on another disk"
+        )
+
+
+@contextmanager
+def _nothing_left_of_a_failure(name: str) -> Iterator[None]:
+    """Remove what a first download leaves when it fails before it has any weights.
+
+    Whole weight files stay: the next attempt goes on from there.
+    """
+    folder = repo_folder(name)
+    is_new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        # Files that are not whole are those of another process, which goes on.
+        others = any(folder.glob("blobs/*.incomplete"))
+        weights = any(folder.glob("snapshots/*/*.safetensors"))
+        if is_new and folder.exists() and not others and not weights:
+            with suppress(OSError):  # the failure itself is what the user has to know
+                remove_repo(folder)
+        raise
 
 
 def _hub_problem(name: str, revision: str | None, error: Exception) -> FetchError:
@@ -79,7 +204,7 @@ def _hub_problem(name: str, revision: str | None, error: Exception) -> FetchErro
     )
 
 
-def _reporting_bar(report: Report) -> type[Any]:
+def _reporting_bar(report: Report, stage: str) -> type[Any]:
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     class ReportingBar(tqdm):
@@ -92,7 +217,7 @@ def _reporting_bar(report: Report) -> type[Any]:
         def update(self, n: float | None = 1) -> bool | None:
             drawn: bool | None = super().update(n)
             if self.unit == "B":
-                report("downloading", int(self.n), int(self.total) if self.total else None)
+                report(stage, int(self.n), int(self.total) if self.total else None)
             return drawn
 
     return ReportingBar

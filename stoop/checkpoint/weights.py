@@ -128,7 +128,13 @@ def _list_indexed(folder: Path) -> dict[str, TensorEntry]:
     weight_map = _read_weight_map(folder / INDEX_FILE)
     entries: dict[str, TensorEntry] = {}
     for file_name in sorted(set(weight_map.values())):
-        if not (folder / file_name).is_file():
+        # The file itself may be a link out of the folder, as in the hub's cache.
+        if file_name != Path(file_name).name or "\\" in file_name:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} names {file_name[:80]!r}, which is not a file name in its "
+                "own folder: fetch the model again"
+            )
+        if not _is_file(folder / file_name):
             raise CheckpointError(
                 f"{folder / file_name} is missing though {INDEX_FILE} names it: "
                 "fetch the model again"
@@ -147,11 +153,22 @@ def _list_indexed(folder: Path) -> dict[str, TensorEntry]:
 def _read_weight_map(file: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is not a valid index: fetch the model again") from error
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{file} is not a valid index: fetch the model again")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise TypeError("it maps no tensors")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("its files are not all names")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} is not a valid index ({_first_line(error)}): fetch the model again"
+        ) from error
     return weight_map
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except ValueError:  # a null byte or a lone surrogate in its name
+        return False
 
 
 def _find_files(folder: Path) -> list[Path]:

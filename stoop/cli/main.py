@@ -11,6 +11,7 @@ from stoop.cli.chat import chat
 from stoop.cli.check import check
 from stoop.cli.compare import compare
 from stoop.cli.generate import generate
+from stoop.cli.models import models
 from stoop.cli.pull import pull
 from stoop.cli.train import train_draft
 from stoop.cli.tune import tune
@@ -33,6 +34,7 @@ app.command()(compare)
 app.command()(tune)
 app.command()(train_draft)
 app.add_typer(bench, name="bench")
+app.add_typer(models, name="models")
 
 
 def _show_version(wanted: bool) -> None:

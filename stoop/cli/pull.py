@@ -1,5 +1,7 @@
 """`stoop pull`: fetch a model once, so that later starts are quick."""
 
+import signal
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -8,11 +10,28 @@ from stoop.cli.progress import StageProgress
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="smollm2-135m, or a hub id")] = "smollm2-135m",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="smollm2-135m (93 MB to download, 540 MB on disk), or a hub id such as org/name"
+        ),
+    ] = "smollm2-135m",
 ) -> None:
-    """Fetch a model into the cache (STOOP_CACHE, or the user's cache folder)."""
+    """Fetch a model, so that later starts need no network.
+
+    smollm2-135m goes into stoop's cache (STOOP_CACHE, or ~/.cache/stoop).
+
+    Models of the hub go into the hub's cache (HF_HOME). 'stoop models' lists both.
+    """
     from stoop.checkpoint.fetch import pull as fetch
 
+    # Python does not clean up when one of these ends it, which would leave half a download.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     with StageProgress() as report:
         folder = fetch(name, report=report)
     print(f"{name} is in {folder}")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -7,6 +7,7 @@ the next start knows: nothing is measured before the first answer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
@@ -41,18 +42,19 @@ def spelled_out(given: Any, model: str, device: str) -> Any:
     not pay; None if there is no such head."""
     if not asks_for_auto(given):
         return given
-    folder = shipped_head(model)
+    folder = shipped_head(resolve_model(model))
     most = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
     return folder and {"model": str(folder), "num_speculative_tokens": most}
 
 
 def find_drafter(
-    options: EngineOptions, model: ModelSpec, device: str, report: Report | None
+    options: EngineOptions, model: ModelSpec, target: Path, device: str, report: Report | None
 ) -> Drafter:
+    """target: the model's folder"""
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
         return Drafter(_settle(asked, options, model, report) if asked else None)
-    folder = shipped_head(options.model)
+    folder = shipped_head(target)
     if folder is None or options.load_format == "dummy":
         return Drafter(None)
     num_drafts, note, store = GPU_DRAFTS, "the head that comes with the model", None

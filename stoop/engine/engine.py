@@ -335,7 +335,7 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     device = find_device(options.device)
     folder = resolve_model(options.model, revision=options.revision, report=report)
     model = read_model_spec(folder)
-    drafter = find_drafter(options, model, device, report)
+    drafter = find_drafter(options, model, folder, device, report)
 
     def build(drafter: Drafter) -> Engine:
         config = resolve(options, model, str(folder), device, drafter.spec)

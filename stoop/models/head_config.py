@@ -18,7 +18,7 @@ from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import DraftMethod, HeadSpec, ModelSpec
 from stoop.models.eagle import EagleHead
-from stoop.models.hf_config import ARCHITECTURES, Reader, model_spec, read_json
+from stoop.models.hf_config import ARCHITECTURES, MAX_SHOWN, Reader, model_spec, read_json, shown
 from stoop.models.loader import check_names, check_shape
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ class _Source:
         found = [value for value in places if value is not None]
         if any(value != found[0] for value in found):
             raise CheckpointError(
-                f"config.json has {key}={found[0]!r} and, in eagle_config, {found[-1]!r}: keep the "
-                "one that the head was trained with"
+                f"config.json has {key}={shown(found[0])} and, in eagle_config, "
+                f"{shown(found[-1])}: keep the one that the head was trained with"
             )
         return found[0] if found else None
 
@@ -160,13 +160,15 @@ def _read(folder: Path, dummy: bool) -> _Source:
     config = read_json(folder / "config.json")
     nested = config.get("eagle_config")
     if nested is not None and not isinstance(nested, dict):
-        raise CheckpointError(f"config.json has eagle_config={nested!r} where an object is needed")
+        raise CheckpointError(
+            f"config.json has eagle_config={shown(nested)} where an object is needed"
+        )
     speculators = "speculators_model_type" in config
     layers = _speculators_layers(folder, config) if speculators else config
     if dummy:
         return _Source(folder, speculators, config, layers, None, False)
     with WeightReader(folder, allow_pickle=True) as reader:
-        stored = stored_names(reader.names(), bool(layers.get("tie_word_embeddings", False)))
+        stored = stored_names(reader.names(), Reader(layers).flag("tie_word_embeddings"))
         shapes = {canonical: reader.shape(name) for canonical, name in stored.items()}
     tied = len(set(stored.values())) < len(stored)
     return _Source(folder, speculators, config, layers, shapes, tied)
@@ -196,11 +198,12 @@ def _architecture(source: _Source) -> tuple[DraftMethod | None, str]:
         model_type = str(source.layers.get("model_type", "llama"))
         if kind not in _METHODS:
             raise CheckpointError(
-                f"the head's speculators_model_type is {kind!r}: stoop loads {', '.join(_METHODS)}"
+                f"the head's speculators_model_type is {shown(kind)}: stoop loads "
+                f"{', '.join(_METHODS)}"
             )
         if model_type not in _MODEL_TYPES:
             raise CheckpointError(
-                f"the head's layers are of model_type {model_type!r}: stoop loads "
+                f"the head's layers are of model_type {shown(model_type)}: stoop loads "
                 f"{', '.join(_MODEL_TYPES)}"
             )
         return _METHODS[kind], _MODEL_TYPES[model_type]
@@ -210,7 +213,7 @@ def _architecture(source: _Source) -> tuple[DraftMethod | None, str]:
         match = _ARCHITECTURE.fullmatch(str(name))
         if match and match[2] in ARCHITECTURES:
             return _METHODS.get((match[1] or match[3] or "").lower()), match[2]
-    found = ", ".join(map(str, names)) or "none"
+    found = ", ".join(map(str, names))[:MAX_SHOWN] or "none"
     raise CheckpointError(
         f"the head's architecture is {found}: stoop loads EAGLE heads with layers of "
         f"{', '.join(ARCHITECTURES)}, such as LlamaForCausalLMEagle3"
@@ -320,8 +323,8 @@ def _taps(source: _Source, target: ModelSpec, eagle3: bool) -> _Found:
         if said or uses:
             key, value = (TAPS, said) if said else ("use_aux_hidden_state", uses)
             raise CheckpointError(
-                f"config.json has {key}={value!r}, but the head is of EAGLE-1, which reads the "
-                "target's last state alone: the config and the weights do not belong together"
+                f"config.json has {key}={shown(value)}, but the head is of EAGLE-1, which reads "
+                "the target's last state alone: the config and the weights do not belong together"
             )
         return _Found((), "default")
     if uses is False:
@@ -335,7 +338,9 @@ def _taps(source: _Source, target: ModelSpec, eagle3: bool) -> _Found:
         return _Found(tuple(min(max(0, tap), num_layers) for tap in middle), "default")
     whole = isinstance(said, list) and all(type(tap) is int for tap in said)
     if not whole or not said:
-        raise CheckpointError(f"config.json has {TAPS}={said!r} where a list of layers is needed")
+        raise CheckpointError(
+            f"config.json has {TAPS}={shown(said)} where a list of layers is needed"
+        )
     for tap in said:
         if not 0 <= tap <= num_layers:
             raise CheckpointError(
@@ -352,7 +357,7 @@ _FLAG_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.we
 def _flag(source: _Source, name: str, eagle3: bool) -> _Found:
     said = source.said(name)
     if said is not None and not isinstance(said, bool):
-        raise CheckpointError(f"config.json has {name}={said!r} where true or false is needed")
+        raise CheckpointError(f"config.json has {name}={shown(said)} where true or false is needed")
     if said and not eagle3:
         raise CheckpointError(
             f"config.json has {name}=True, but the head is of EAGLE-1, which has no such thing: "
@@ -374,9 +379,11 @@ def _fc_bias(source: _Source) -> _Found:
     """Decided by the tensors: the `bias` of a flat config is true by default, and widely wrong."""
     key = "fusion_bias" if source.speculators else "bias"
     said, stored = source.config.get(key), source.has("fc.bias")
+    if said is not None and not isinstance(said, bool):
+        raise CheckpointError(f"config.json has {key}={shown(said)} where true or false is needed")
     if stored is None:
         return _Found(bool(said), "default" if said is None else "config")
-    if said is None or bool(said) == stored:
+    if said is None or said == stored:
         return _Found(stored, "tensors")
     if source.speculators:
         raise CheckpointError(
@@ -425,7 +432,7 @@ def _check_sizes(source: _Source, spec: HeadSpec, target: ModelSpec, taps: _Foun
 
 def _check_tensors(spec: HeadSpec, shapes: Mapping[str, Shape]) -> None:
     """Refuse weights that are not exactly those of the spec."""
-    matches = (re.match(r"layers\.(\d+)\.", name) for name in shapes)
+    matches = (re.match(r"layers\.(\d{1,9})\.", name) for name in shapes)
     num_layers = 1 + max((int(match[1]) for match in matches if match), default=-1)
     if num_layers != spec.decoder.num_layers:
         raise CheckpointError(

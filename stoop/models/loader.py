@@ -11,14 +11,15 @@ from torch import nn
 
 from stoop.checkpoint.report import Report
 from stoop.checkpoint.weights import WeightReader
-from stoop.config.errors import CheckpointError
-from stoop.config.schema import Config
+from stoop.config.errors import CheckpointError, ConfigError
+from stoop.config.schema import Config, ModelSpec
 from stoop.layers.weights import WeightSlot
 from stoop.models.llama import LlamaModel
 from stoop.models.registry import model_class
 
 # Derived values that some checkpoints carry along.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 DUMMY_STD = 0.02
 
@@ -26,25 +27,50 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def load_model(config: Config, report: Report | None = None) -> LlamaModel:
-    """Build the model without memory, give it memory on the device, fill that in place."""
+    """Build the model without memory, give it memory on the device, fill that in place.
+
+    The files are checked against config.json before any memory is taken, so that a config with
+    absurd sizes is refused rather than allocated.
+    """
     dtype = getattr(torch, config.device.dtype)
-    model = build_model(config, dtype)
     if config.load.dummy:
+        model = build_model(config, dtype)
         fill_dummy(model, model.embed_tokens.weight.device, config.load.seed)
     else:
         with WeightReader(Path(config.load.folder)) as reader:
-            fill_from(model, reader, report)
-    model.prepare(config.schedule.max_model_len)
+            _check_layers(config.model, reader)
+            model = build_model(config, dtype, lambda model: _check_weights(model, reader))
+            fill_slots(list(model.weight_slots()), reader, _stored(model, reader), report)
+    num_positions = config.schedule.max_model_len
+    try:
+        model.prepare(num_positions)
+    except RuntimeError as error:
+        if not _lacks_memory(error):
+            raise
+        raise ConfigError(
+            f"the rotary tables of max_model_len={num_positions} positions do not fit into memory: "
+            "lower max_model_len"
+        ) from error
     return model
 
 
-def build_model(config: Config, dtype: torch.dtype) -> LlamaModel:
+def build_model(
+    config: Config, dtype: torch.dtype, check: Callable[[LlamaModel], None] | None = None
+) -> LlamaModel:
     cls = model_class(config.model)
-    return build(lambda: cls(config.model), config.device.device, dtype)
+    return build(lambda: cls(config.model), config.device.device, dtype, check)
 
 
-def build(make: Callable[[], Module], device: str, dtype: torch.dtype) -> Module:
-    """A module in `dtype`, first without memory, then with memory on the device, not yet filled."""
+def build(
+    make: Callable[[], Module],
+    device: str,
+    dtype: torch.dtype,
+    check: Callable[[Module], None] | None = None,
+) -> Module:
+    """A module in `dtype`, first without memory, then with memory on the device, not yet filled.
+
+    check: called in between
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -52,16 +78,49 @@ def build(make: Callable[[], Module], device: str, dtype: torch.dtype) -> Module
             module = make()
     finally:
         torch.set_default_dtype(default)
-    return module.to_empty(device=device).eval()
+    if check is not None:
+        check(module)
+    try:
+        return module.to_empty(device=device).eval()
+    except RuntimeError as error:
+        if not _lacks_memory(error):
+            raise
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        raise ConfigError(
+            f"the weights take {num_bytes / 2**30:.1f} GiB, which {device} has no room for: use a "
+            "smaller model, or a dtype of fewer bits"
+        ) from error
 
 
-def fill_from(model: LlamaModel, reader: WeightReader, report: Report | None = None) -> None:
+def _lacks_memory(error: RuntimeError) -> bool:
+    """Torch has a type of its own for this on a GPU only."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _check_layers(spec: ModelSpec, reader: WeightReader) -> None:
+    """Refuse a wrong number of layers before as many are made."""
+    matches = (_LAYER.match(name) for name in reader.names())
+    num_layers = 1 + max((int(match[1]) for match in matches if match), default=-1)
+    if num_layers != spec.num_layers:
+        raise CheckpointError(
+            f"config.json has num_hidden_layers={spec.num_layers}, but the weights have "
+            f"{num_layers} layers: the config and the weights do not belong together"
+        )
+
+
+def _check_weights(model: LlamaModel, reader: WeightReader) -> None:
+    stored = _stored(model, reader)
     slots = list(model.weight_slots())
+    check_names({slot.name for slot in slots}, stored.keys(), "the checkpoint")
+    for name, view in slots:
+        check_shape(name, reader.shape(name), tuple(view.shape))
+
+
+def _stored(model: LlamaModel, reader: WeightReader) -> dict[str, str]:
     found = {name for name in reader.names() if not _IGNORED.search(name)}
     if model.lm_head.tied:
         found.discard("lm_head.weight")
-    check_names({slot.name for slot in slots}, found, "the checkpoint")
-    fill_slots(slots, reader, {name: name for name in found}, report)
+    return {name: name for name in found}
 
 
 def fill_slots(

@@ -35,13 +35,16 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self._chat_template = chat_template
-        self.bos_token = _token_text(settings.get("bos_token"))
-        self.eos_token = _token_text(settings.get("eos_token"))
+        self.bos_token = _token_text(settings, "bos_token")
+        self.eos_token = _token_text(settings, "eos_token")
         self.bos_token_id = self._id_of(self.bos_token)
         self.eos_token_id = self._id_of(self.eos_token)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id in added if added[token_id].special)
-        self._prepends_bos = bool(settings.get("add_bos_token")) and not self._adds_bos_itself()
+        adds_bos = settings.get("add_bos_token")
+        if adds_bos is not None and not isinstance(adds_bos, bool):
+            raise _wrong_setting("add_bos_token", adds_bos, "true or false")
+        self._prepends_bos = bool(adds_bos) and not self._adds_bos_itself()
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
@@ -190,9 +193,24 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _token_text(token: str | dict[str, Any] | None) -> str | None:
-    """Older configs write a token as an object with its content."""
-    return token.get("content") if isinstance(token, dict) else token
+def _token_text(settings: dict[str, Any], name: str) -> str | None:
+    """The text of a special token; older configs write it as an object with its content."""
+    given = settings.get(name)
+    text = given.get("content") if isinstance(given, dict) else given
+    if text is None:
+        return None
+    try:
+        text.encode()
+    except (AttributeError, UnicodeEncodeError):  # no string, or one with lone surrogates
+        raise _wrong_setting(name, given, "the text of a token") from None
+    return str(text)
+
+
+def _wrong_setting(name: str, given: Any, needed: str) -> CheckpointError:
+    return CheckpointError(
+        f"tokenizer_config.json has {name}={ascii(given)[:80]} where {needed} is needed: fix it or "
+        "fetch the model again"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,11 +1,15 @@
 """Which device to run on, and what must be set up before it is used."""
 
+import functools
 import gc
+import hashlib
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
+import tempfile
 import weakref
 from pathlib import Path
 
@@ -24,18 +28,20 @@ _PROBE = (
 )
 
 
-def find_device(asked: str) -> str:
+def find_device(asked: str | torch.device) -> str:
     """A concrete device for `auto`, `cpu`, `cuda` or `cuda:N`."""
+    if isinstance(asked, torch.device):
+        asked = str(asked)
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cpu":
         return "cpu"
-    name, _, index = asked.partition(":")
-    if name != "cuda" or (index and not index.isdigit()):
-        raise ConfigError(f"device={asked!r}: use auto, cpu, cuda or cuda:N")
+    match = re.fullmatch(r"cuda(?::([0-9]{1,4}))?", asked) if isinstance(asked, str) else None
+    if match is None:
+        raise ConfigError(f"device={repr(asked)[:80]}: use auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         raise ConfigError(f"device={asked!r}: torch sees no CUDA device here; use device='cpu'")
-    number = int(index or torch.cuda.current_device())
+    number = int(match[1] or torch.cuda.current_device())
     if number >= torch.cuda.device_count():
         raise ConfigError(
             f"device={asked!r}: this machine has {torch.cuda.device_count()} CUDA devices, "
@@ -68,19 +74,64 @@ def exempt_from_collection(owner: object) -> None:
 
 def _guard_half_precision() -> None:
     """Keep oneDNN off AMX where a trial product in a child process does not survive it."""
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or "amx_tile" not in _cpu_flags():
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or "amx_tile" not in _cpu_info():
         return
-    verdict = cache_dir() / f"amx-{platform.node()}-{torch.__version__}"
-    if not verdict.exists():
-        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False)
-        verdict.parent.mkdir(parents=True, exist_ok=True)
-        verdict.write_text("works" if done.returncode == 0 else "broken")
-    if verdict.read_text() == "broken":
+    if not _amx_works():
         log.warning("AMX is announced but does not work here: ONEDNN_MAX_CPU_ISA=%s", _SAFE_ISA)
         os.environ["ONEDNN_MAX_CPU_ISA"] = _SAFE_ISA  # read at oneDNN's first product
 
 
-def _cpu_flags() -> str:
+@functools.cache
+def _amx_works() -> bool:
+    """The verdict of an earlier process if there is one; a trial takes seconds."""
+    path = cache_dir() / f"amx-{_platform_key()}"
+    verdict = _read_verdict(path)
+    if verdict is None:
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False)
+        verdict = "works" if done.returncode == 0 else "broken"
+        _write_verdict(path, verdict)
+    return verdict == "works"
+
+
+def _platform_key() -> str:
+    """What the verdict depends on: the processor, the kernel (which hands out AMX), and torch."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
+    first = _cpu_info().split("\n\n", 1)[0]  # all processors of a machine are alike
+    lines = [line for line in first.splitlines() if line.split(":")[0].strip() in wanted]
+    parts = [*lines, platform.system(), platform.release(), torch.__version__]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _read_verdict(path: Path) -> str | None:
+    try:
+        verdict = path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return verdict if verdict in ("works", "broken") else None
+
+
+def _write_verdict(path: Path, verdict: str) -> None:
+    """Write it whole or not at all; without a cache, the next process tries again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(verdict)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        log.warning(
+            "the cache folder %s cannot be written (%s), so AMX is tried again at the next start: "
+            "set STOOP_CACHE to a folder that you can write to",
+            path.parent,
+            error,
+        )
+
+
+def _cpu_info() -> str:
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:

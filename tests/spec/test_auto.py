@@ -1,6 +1,7 @@
 """`speculative_config="auto"`: the head that comes with a model, where it pays."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     target = str(write_target(tmp_path / "target"))
     head = write_head(tmp_path / "head", "eagle3", max_position=256)
     (head / shipped.LENGTHS).write_text(json.dumps({"tokens_per_step": LENGTHS}))
+    shipped.write_fingerprint(Path(target), head)
     monkeypatch.setitem(shipped.SHIPPED, target, head)
     return target
 
@@ -172,7 +174,7 @@ def test_options_that_it_does_not_fit_win(target: str) -> None:
 def test_on_a_gpu_nothing_is_asked_of_the_store(target: str) -> None:
     store_of(target).add(DraftCosts(3, 10.0, 70.0))
     options, model = make_options(target, {}), read_model_spec(Path(target))
-    found = find_drafter(options, model, "cuda:0", None)
+    found = find_drafter(options, model, Path(target), "cuda:0", None)
     assert found.spec is not None and found.spec.num_tokens == drafter.GPU_DRAFTS
     assert found.note == "the head that comes with the model"
     assert found.store is None
@@ -184,19 +186,27 @@ def test_no_head_for_random_weights_or_for_none(target: str, options: dict[str, 
 
 
 def test_a_model_without_a_head_has_no_drafts(target: str, tmp_path: Path) -> None:
-    other = LLM(str(write_target(tmp_path / "other")), **SETTINGS)
+    other = LLM(str(write_target(tmp_path / "other", num_layers=4)), **SETTINGS)
     assert other.config.spec is None and other.config.draft_note == ""
     (shipped.SHIPPED[target] / "config.json").unlink()  # as if it had not been shipped
     assert LLM(target, **SETTINGS).config.spec is None
 
 
-def test_auto_in_words(target: str) -> None:
+def test_a_copy_of_the_weights_elsewhere_gets_the_head(target: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(target, tmp_path / "copy")
+    options, model = make_options(str(copy), {}), read_model_spec(copy)
+    found = find_drafter(options, model, copy, "cuda:0", None)
+    assert found.spec is not None and found.spec.folder == str(shipped.SHIPPED[target])
+
+
+def test_auto_in_words(target: str, tmp_path: Path) -> None:
     head = str(shipped.SHIPPED[target])
     assert spelled_out("auto", target, "cuda:0") == {
         "model": head,
         "num_speculative_tokens": drafter.GPU_DRAFTS,
     }
-    assert spelled_out(" Auto ", "elsewhere", "cpu") is None
+    other = str(write_target(tmp_path / "other", num_layers=4))
+    assert spelled_out(" Auto ", other, "cpu") is None
     for given in (None, "none", {"method": "ngram"}):
         assert spelled_out(given, target, "cpu") == given
 

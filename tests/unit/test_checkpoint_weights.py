@@ -161,3 +161,34 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
             reader.tensor("z")
         with pytest.raises(CheckpointError, match="holds no tensor 'z'"):
             reader.shape("z")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model-0.safetensors", "{root}/model-0.safetensors", "sub/../model-0.safetensors",
+     "./model-0.safetensors", "..", ".", "", "a\\b.safetensors", "a\0b"],
+)  # fmt: skip
+def test_an_index_may_only_name_files_of_its_folder(tmp_path: Path, name: str) -> None:
+    """The file that each name leads to exists, so that following it would succeed."""
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    write_sharded(folder)
+    write_sharded(tmp_path)
+    name = name.replace("{root}", str(tmp_path))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": name}}))
+    message = "is not a file name in its own folder|is missing though"
+    with pytest.raises(CheckpointError, match=message):
+        WeightReader(folder)
+
+
+def test_files_that_are_links_are_read(tmp_path: Path) -> None:
+    """The hub's cache keeps files apart from the folders that show them."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    write_sharded(snapshot)
+    for file in list(snapshot.iterdir()):
+        blob = file.rename(blobs / f"blob-{file.name}")
+        file.symlink_to(Path("../../blobs") / blob.name)
+    check_content(snapshot)
