@@ -5,7 +5,7 @@ import inspect
 import sys
 import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from stoop.cli.options import Model
 from stoop.cli.train_display import Display
 from stoop.config.errors import ConfigError
 from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSettings
+
+if TYPE_CHECKING:
+    from stoop.train.job import Job
 
 STAGES = ("data", "train", "export")
 GROUPS = {"data": DataSettings, "head": HeadSettings, "train": TrainSettings}
@@ -101,6 +104,22 @@ def train_draft(
     Each stage keeps what it has in --out; the same command, run again, continues from there. That
     also holds after Ctrl-C.
     """
+    _check_choices(stage, layout, export_dtype, fresh_data)
+    settings = Settings(**groups, seed=seed, device=device, dtype=dtype, time_budget=time_budget)
+    flags = {"given": given, "fresh": fresh or fresh_data, "fresh_data": fresh_data}
+    with Display() as display:
+        try:
+            job = _make_job(target, out, settings, display, flags)
+            written = _run(job, prompts, stage, layout, export_dtype)
+        except KeyboardInterrupt as stop:
+            display.show(None)
+            display.say(str(stop) or "interrupted")
+            raise typer.Exit(130) from None
+    for folder in written:
+        print(folder)
+
+
+def _check_choices(stage: str, layout: str, export_dtype: str, fresh_data: bool) -> None:
     if stage not in ("all", *STAGES):
         raise ConfigError(f"--stage {stage}: use all, {', '.join(STAGES)}")
     if layout not in ("eagle", "speculators", "both"):
@@ -109,35 +128,27 @@ def train_draft(
         raise ConfigError(f"--export-dtype {export_dtype}: use bfloat16, float32 or float64")
     if fresh_data and stage not in ("all", "data"):
         raise ConfigError(f"--fresh-data makes data: use --stage all or data, not {stage}")
-    settings = Settings(**groups, seed=seed, device=device, dtype=dtype, time_budget=time_budget)
-    with Display() as display:
-        try:
-            from stoop.train.job import Job
-            from stoop.train.origin import check_given
-            from stoop.train.stages import run_export, run_train
-            from stoop.train.workers import run_data
 
-            job = Job(
-                target,
-                out,
-                settings,
-                display.say,
-                display.show,
-                given=given,
-                fresh=fresh or fresh_data,
-                fresh_data=fresh_data,
-                command=("stoop", *sys.argv[1:]),
-            )
-            if stage in ("all", "data"):
-                run_data(job, prompts)
-            else:
-                check_given(job, prompts)
-            if stage in ("all", "train"):
-                run_train(job)
-            written = run_export(job, layout, export_dtype) if stage in ("all", "export") else []
-        except KeyboardInterrupt as stop:
-            display.show(None)
-            display.say(str(stop) or "interrupted")
-            raise typer.Exit(130) from None
-    for folder in written:
-        print(folder)
+
+def _make_job(
+    target: str, out: Path, settings: Settings, display: Display, flags: dict[str, Any]
+) -> "Job":
+    from stoop.train.job import Job
+
+    command = ("stoop", *sys.argv[1:])
+    return Job(target, out, settings, display.say, display.show, command=command, **flags)
+
+
+def _run(job: "Job", prompts: list[Path], stage: str, layout: str, export_dtype: str) -> list[Path]:
+    """The folders that were written."""
+    from stoop.train.origin import check_given
+    from stoop.train.stages import run_export, run_train
+    from stoop.train.workers import run_data
+
+    if stage in ("all", "data"):
+        run_data(job, prompts)
+    else:
+        check_given(job, prompts)
+    if stage in ("all", "train"):
+        run_train(job)
+    return run_export(job, layout, export_dtype) if stage in ("all", "export") else []

@@ -30,6 +30,7 @@ class Display:
                 redirect_stdout=False,
             )
         self.task: TaskID | None = None
+        self.stage = ""  # of the task
         self.started = self.newest_line = time.monotonic()
 
     def __enter__(self) -> "Display":
@@ -60,18 +61,23 @@ class Display:
                 self.say(f"{progress.stage}: {progress.figures}")
 
     def _draw(self, bars: Bars, progress: Progress | None) -> None:
+        if self.task is not None and (progress is None or progress.stage != self.stage):
+            bars.remove_task(self.task)
+            self.task = None
         if progress is None:
-            if self.task is not None:
-                bars.remove_task(self.task)
-                self.task = None
             bars.stop()
             return
         if self.task is None:
-            self.task = bars.add_task("", figures="")
+            self.stage = progress.stage
+            self.task = bars.add_task(
+                progress.stage,
+                total=progress.total,
+                completed=progress.done,
+                figures=progress.figures,
+            )
             bars.start()
         bars.update(
             self.task,
-            description=progress.stage,
             completed=progress.done,
             total=progress.total,
             figures=progress.figures,

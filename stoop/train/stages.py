@@ -60,7 +60,7 @@ def run_train(job: Job) -> bool:
 def _outcome(job: Job, trainer: Trainer | None) -> str:
     """Of a run that was interrupted."""
     if trainer is None or not trainer.step:
-        return f"training: interrupted before the first step was done; {job.again()}"
+        return f"training: interrupted before a step was done; {job.again()}"
     step, saved, again = trainer.step, trainer.saved_step, job.again(saved=True)
     if step == saved:
         return f"training: saved at step {step:,} of {len(trainer.batches):,}; {again}"
