@@ -5,20 +5,24 @@ import inspect
 import sys
 import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoop.cli.options import Model
+from stoop.cli.train_display import Display
 from stoop.config.errors import ConfigError
 from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSettings
+
+if TYPE_CHECKING:
+    from stoop.train.job import Job
 
 STAGES = ("data", "train", "export")
 GROUPS = {"data": DataSettings, "head": HeadSettings, "train": TrainSettings}
 
 
 def _settings_flags(command: Any) -> Any:
-    """Add a flag for every setting; the command gets them in their groups."""
+    """Add a flag for every setting; the command gets them in their groups, and which were given."""
     shown, places = [], {}
     for panel, group in GROUPS.items():
         hints = typing.get_type_hints(group)
@@ -35,17 +39,21 @@ def _settings_flags(command: Any) -> Any:
                 )
             )
             places[each.name] = panel
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "groups"]
+    hidden = ("groups", "given")
+    own = [p for p in inspect.signature(command).parameters.values() if p.name not in hidden]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
-    def wrapped(**values: Any) -> None:
+    def wrapped(context: typer.Context, **values: Any) -> None:
+        sources = {name: context.get_parameter_source(name) for name in places}
+        given = frozenset(n for n, source in sources.items() if source and source.name != "DEFAULT")
         chosen: dict[str, dict[str, Any]] = {panel: {} for panel in GROUPS}
         for name, panel in places.items():
             chosen[panel][name] = values.pop(name)
         made = {panel: group(**chosen[panel]) for panel, group in GROUPS.items()}
-        command(**values, groups=made)
+        command(**values, groups=made, given=given)
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shown
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shown + [context]
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapped
@@ -65,10 +73,19 @@ def train_draft(
     stage: Annotated[str, typer.Option(help="all, or one of data, train, export")] = "all",
     time_budget: Annotated[
         float | None,
-        typer.Option(help="seconds for each stage; it stops cleanly, and goes on when run again"),
+        typer.Option(help="seconds for each stage; it stops cleanly, and continues when run again"),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="train anew, not from the checkpoint in --out")
+        bool,
+        typer.Option("--fresh", help="train from the start, not from the checkpoint in --out"),
+    ] = False,
+    fresh_data: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-data",
+            help="discard the data in --out and the checkpoint trained on it, and make both again; "
+            "without it, options that would have made other data are refused",
+        ),
     ] = False,
     layout: Annotated[str, typer.Option(help="of the head: eagle, speculators or both")] = "both",
     export_dtype: Annotated[
@@ -80,38 +97,58 @@ def train_draft(
         str, typer.Option(help="auto (bfloat16 on a GPU, else the target's), bfloat16, float32 ...")
     ] = "auto",
     groups: dict[str, Any] = {},  # noqa: B006
+    given: frozenset[str] = frozenset(),
 ) -> None:
     """Train an EAGLE-3 draft head: answer prompts, learn to foresee the answers, export.
 
-    Each stage keeps what it has in --out; the same command, run again, goes on from there.
+    Each stage keeps what it has in --out; the same command, run again, continues from there. That
+    also holds after Ctrl-C.
     """
-    from stoop.train.job import Job
-    from stoop.train.stages import run_export, run_train
-    from stoop.train.workers import run_data
+    _check_choices(stage, layout, export_dtype, fresh_data)
+    settings = Settings(**groups, seed=seed, device=device, dtype=dtype, time_budget=time_budget)
+    flags = {"given": given, "fresh": fresh or fresh_data, "fresh_data": fresh_data}
+    with Display() as display:
+        try:
+            job = _make_job(target, out, settings, display, flags)
+            written = _run(job, prompts, stage, layout, export_dtype)
+        except KeyboardInterrupt as stop:
+            display.show(None)
+            display.say(str(stop) or "interrupted")
+            raise typer.Exit(130) from None
+    for folder in written:
+        print(folder)
 
+
+def _check_choices(stage: str, layout: str, export_dtype: str, fresh_data: bool) -> None:
     if stage not in ("all", *STAGES):
         raise ConfigError(f"--stage {stage}: use all, {', '.join(STAGES)}")
     if layout not in ("eagle", "speculators", "both"):
         raise ConfigError(f"--layout {layout}: use eagle, speculators or both")
     if export_dtype not in ("bfloat16", "float32", "float64"):
         raise ConfigError(f"--export-dtype {export_dtype}: use bfloat16, float32 or float64")
-    settings = Settings(**groups, seed=seed, device=device, dtype=dtype, time_budget=time_budget)
-    job = Job(target, out, settings, _say)
-    command = ["stoop", *sys.argv[1:]]
+    if fresh_data and stage not in ("all", "data"):
+        raise ConfigError(f"--fresh-data makes data: use --stage all or data, not {stage}")
+
+
+def _make_job(
+    target: str, out: Path, settings: Settings, display: Display, flags: dict[str, Any]
+) -> "Job":
+    from stoop.train.job import Job
+
+    command = ("stoop", *sys.argv[1:])
+    return Job(target, out, settings, display.say, display.show, command=command, **flags)
+
+
+def _run(job: "Job", prompts: list[Path], stage: str, layout: str, export_dtype: str) -> list[Path]:
+    """The folders that were written."""
+    from stoop.train.origin import check_given
+    from stoop.train.stages import run_export, run_train
+    from stoop.train.workers import run_data
+
     if stage in ("all", "data"):
-        try:
-            run_data(job, prompts)
-        finally:  # some answers may be there
-            if job.data.exists():
-                job.note(command)
+        run_data(job, prompts)
+    else:
+        check_given(job, prompts)
     if stage in ("all", "train"):
-        run_train(job, fresh)
-        job.note(command)
-    if stage in ("all", "export"):
-        for folder in run_export(job, layout, export_dtype):
-            print(folder)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")  # in one piece: workers write at the same time
-    sys.stderr.flush()
+        run_train(job)
+    return run_export(job, layout, export_dtype) if stage in ("all", "export") else []

@@ -10,22 +10,25 @@ import json
 import random
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stoop.core.outputs import CompletionOutput
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 from stoop.text.prompts import Conversation
+from stoop.train.files import read_records, write_records
+from stoop.train.interrupts import held
+from stoop.train.progress import AnswerPace, Progress, Teller
 from stoop.train.prompts import OPENINGS, Prompt, encode_prompts, user_turn_start
-from stoop.train.settings import DataSettings, Deadline, Say
-from stoop.train.shards import ShardStore, all_folders, origin_of
+from stoop.train.settings import DataSettings, Deadline
+from stoop.train.shards import INVENTED, ShardStore, all_folders, origin_of
 
 LOOP_SIZE = 8  # tokens that come again
 LOOP_SHARE = 0.5  # of an answer, in tokens that came before
-INVENTED = "invented.jsonl"
 INVENTED_TOKENS = 192  # longest invented prompt
 INVENTING_SHARE = 0.25  # of the time budget, at most
 FLUSH_SECONDS = 20.0
@@ -46,11 +49,12 @@ def is_loop(token_ids: Sequence[int], size: int = LOOP_SIZE, share: float = LOOP
 
 
 def ask_all(
-    llm: LLM, asks: Iterable[Ask], deadline: Deadline
-) -> Iterator[tuple[Ask, CompletionOutput]]:
-    """Answers as they come; what is under way at the deadline is dropped.
+    llm: LLM, asks: Iterable[Ask | None], deadline: Deadline, pace: AnswerPace
+) -> Generator[tuple[Ask, CompletionOutput], None, None]:
+    """Answers as they come; what is under way at the deadline is dropped. None asks nothing yet.
 
     Prompts come in lumps: steps between them hold nothing but decodes, which are much faster.
+    Interrupts wait until the engine's step is done and its answers are taken.
     """
     engine, feed = llm.engine, iter(asks)
     limit = llm.config.schedule.max_num_seqs
@@ -61,17 +65,24 @@ def ask_all(
         while not deadline.over:
             free = limit - len(under_way)
             for ask in itertools.islice(feed, free if free >= lump else 0):
+                if ask is None:
+                    break
                 request_id = f"ask-{next(numbers)}"
-                engine.add_request(request_id, ask.prompt_ids, ask.params, final_only=True)
-                under_way[request_id] = ask
+                with held():
+                    engine.add_request(request_id, ask.prompt_ids, ask.params, final_only=True)
+                    under_way[request_id] = ask
+                pace.ask()
             if not under_way:
                 return
-            for output in engine.step():
-                if output.finished:
-                    yield under_way.pop(output.request_id), output.outputs[0]
+            with held():
+                for output in engine.step():
+                    if output.finished:
+                        yield under_way.pop(output.request_id), output.outputs[0]
+            pace.step()
     finally:
-        for request_id in under_way:
-            engine.abort_request(request_id)
+        with held():
+            for request_id in under_way:
+                engine.abort_request(request_id)
 
 
 def plan_asks(
@@ -95,34 +106,46 @@ def plan_asks(
         yield Ask((prompt.key, index), prompt.token_ids, params)
 
 
+def count_asks(
+    prompts: Sequence[Prompt], settings: DataSettings, done: set[tuple[int, int]]
+) -> int:
+    """How many there are in `plan_asks`."""
+    return sum((p.key, index) not in done for p in prompts for index in range(settings.answers))
+
+
 def write_answers(
-    llm: LLM, asks: Iterable[Ask], store: ShardStore, deadline: Deadline, say: Say
+    llm: LLM, asks: Iterable[Ask], store: ShardStore, deadline: Deadline, pace: AnswerPace
 ) -> None:
-    """Into shards, every few seconds."""
+    """Into shards, every few seconds and at the end, even if that is an interrupt."""
     last = time.monotonic()
     try:
-        for ask, answer in ask_all(llm, asks, deadline):
-            if is_loop(answer.token_ids):
-                store.drop_loop(ask.place)
-            else:
-                store.add(ask.prompt_ids, answer.token_ids, ask.place, ask.params.greedy)
-            if time.monotonic() - last > FLUSH_SECONDS:
-                last = _flush(store, last, say)
+        with closing(ask_all(llm, asks, deadline, pace)) as answers:
+            for ask, answer in answers:
+                if is_loop(answer.token_ids):
+                    store.drop_loop(ask.place)
+                else:
+                    store.add(ask.prompt_ids, answer.token_ids, ask.place, ask.params.greedy)
+                pace.add(len(answer.token_ids))
+                if time.monotonic() - last > FLUSH_SECONDS:
+                    last = _flush(store, last)
     finally:
-        _flush(store, last, say)
+        with held():
+            _flush(store, last)
 
 
-def _flush(store: ShardStore, last: float, say: Say) -> float:
+def _flush(store: ShardStore, last: float) -> float:
     now = time.monotonic()
     store.flush(now - last)
-    counts = store.counts
+    return now
+
+
+def _summary(counts: dict[str, Any]) -> str:
     asked = counts["answers"] + counts["loops_dropped"]
-    say(
+    return (
         f"data: {counts['answers']:,} answers of {counts['answer_tokens']:,} tokens, "
         f"{counts['answer_tokens'] / max(counts['seconds'], 1e-9):,.0f} tokens/s, "
         f"{counts['loops_dropped'] / max(asked, 1):.0%} dropped as loops"
     )
-    return now
 
 
 @dataclass(frozen=True)
@@ -135,9 +158,7 @@ class Inventions:
 
 def read_inventions(root: Path) -> Inventions:
     """Of all workers that there ever were."""
-    paths = [folder / INVENTED for folder in all_folders(root)]
-    lines = [line for path in paths if path.exists() for line in path.read_text().splitlines()]
-    records = [json.loads(line) for line in lines]
+    records = [each for folder in all_folders(root) for each in read_records(folder / INVENTED)]
     attempts = [record["attempt"] for record in records]
     texts = dict.fromkeys(record["prompt"] for record in records)
     return Inventions(tuple(texts), max(attempts, default=-1) + 1)
@@ -159,37 +180,59 @@ class Share:
 
 
 def invent_prompts(
-    llm: LLM, path: Path, count: int, seed: int, share: Share, deadline: Deadline, say: Say
+    llm: LLM, path: Path, count: int, seed: int, share: Share, deadline: Deadline, teller: Teller
 ) -> list[str]:
     """So many user turns that the target writes itself, added to `path`."""
     found: list[str] = []
     tokenizer = llm.get_tokenizer()
 
-    def asks() -> Iterator[Ask]:
+    def asks() -> Iterator[Ask | None]:
         step, first = share.num_workers, share.before.next_attempt + share.worker
         # A target that writes none has an end.
         for attempt in range(first, first + 4 * count * step, step):
+            # No more than are lacking, so that so many are invented and none is left waiting for.
+            while pace.num_under_way and len(found) + pace.num_under_way >= count:
+                yield None
             if len(found) >= count:
                 return
-            opening = OPENINGS[attempt // 2 % len(OPENINGS)] if attempt % 2 else ""
-            start = user_turn_start(tokenizer, opening)
+            start = user_turn_start(tokenizer, _opening(attempt))
             params = SamplingParams(max_tokens=INVENTED_TOKENS, top_p=0.95, seed=seed + attempt)
             yield Ask((attempt, 0), start, params)
 
-    if count:
-        with path.open("a", encoding="utf-8") as file:
-            for ask, answer in ask_all(llm, asks(), deadline.share(INVENTING_SHARE)):
-                attempt = ask.place[0]
-                opening = OPENINGS[attempt // 2 % len(OPENINGS)] if attempt % 2 else ""
-                text = (opening + answer.text).strip()
-                # What the length cut off is no prompt; nor is what the opening says alone.
-                if answer.finish_reason == "stop" and len(text) > len(opening) + 3:
-                    found.append(text)
-                    file.write(json.dumps({"attempt": attempt, "prompt": text}) + "\n")
-        say(
-            f"data: {len(found):,} prompts invented, of {count:,} wanted: those that came to an end"
-        )
+    if not count:
+        return found
+    write_records(path, read_records(path))  # without a line that was not completed
+    teller.say(f"data: inventing {count:,} prompts")
+    deadline = deadline.share(INVENTING_SHARE)
+    progress = Progress("inventing prompts", 0, count, "prompts")
+    pace = _pace(llm, progress, INVENTED_TOKENS, deadline, teller)
+    answers = ask_all(llm, asks(), deadline, pace)
+    with path.open("a", encoding="utf-8", buffering=1) as file, closing(answers):
+        for ask, answer in answers:
+            attempt, opening = ask.place[0], _opening(ask.place[0])
+            text = (opening + answer.text).strip()
+            # What the length cut off is no prompt; nor is what the opening says alone.
+            good = answer.finish_reason == "stop" and len(text) > len(opening) + 3
+            pace.add(len(answer.token_ids), good)
+            if good:
+                found.append(text)
+                file.write(json.dumps({"attempt": attempt, "prompt": text}) + "\n")
+    teller.show(None)
+    teller.say(f"data: {len(found):,} of {count:,} prompts invented")
     return found
+
+
+def _opening(attempt: int) -> str:
+    return OPENINGS[attempt // 2 % len(OPENINGS)] if attempt % 2 else ""
+
+
+def _pace(
+    llm: LLM, progress: Progress, longest: int, deadline: Deadline, teller: Teller
+) -> AnswerPace:
+    def num_generated() -> int:
+        return int(llm.metrics()["num_generated_tokens"])
+
+    return AnswerPace(progress, longest, deadline, teller.show, num_generated)
 
 
 def make_data(
@@ -199,14 +242,14 @@ def make_data(
     settings: DataSettings,
     seed: int,
     deadline: Deadline,
-    say: Say,
+    teller: Teller,
     share: Share,
 ) -> None:
     """A worker's stage: invent, render, answer; a later run goes on where this one stops."""
     store = ShardStore(root, origin_of(llm.options.model, seed), share.worker)
     room = llm.config.schedule.max_model_len - min(settings.max_answer, settings.max_len // 4)
     path, lacking = store.folder / INVENTED, settings.invent - len(share.before.texts)
-    new = invent_prompts(llm, path, share.count(max(0, lacking)), seed, share, deadline, say)
+    new = invent_prompts(llm, path, share.count(max(0, lacking)), seed, share, deadline, teller)
 
     def encode(asked: Iterable[Conversation]) -> Iterator[Prompt]:
         return encode_prompts(llm.get_tokenizer(), asked, max_tokens=room)
@@ -214,9 +257,18 @@ def make_data(
     known = {prompt.key: prompt for prompt in encode([*conversations, *_turns(share.before.texts)])}
     prompts = [prompt for prompt in known.values() if share.holds(prompt)]
     prompts += [prompt for prompt in encode(_turns(new)) if prompt.key not in known]
-    say(f"data: {len(prompts):,} prompts are distinct and short enough")
+    total = count_asks(prompts, settings, store.done)
+    teller.say(
+        f"data: {len(prompts):,} prompts are distinct and short enough, {total:,} answers to make"
+    )
     asks = plan_asks(prompts, settings, seed, store.done)
-    write_answers(llm, asks, store, deadline, say)
+    progress = Progress("answering", 0, total, "answers")
+    pace = _pace(llm, progress, settings.max_answer, deadline, teller)
+    try:
+        write_answers(llm, asks, store, deadline, pace)
+    finally:
+        teller.show(None)
+    teller.say(_summary(store.counts))
 
 
 def _turns(texts: Iterable[str]) -> list[Conversation]:

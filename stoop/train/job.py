@@ -1,7 +1,6 @@
 """A training job: its target, its folder, its settings."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
 from stoop.config.schema import Config
 from stoop.models.hf_config import read_model_spec
+from stoop.train.progress import Show, Teller, show_nothing
 from stoop.train.settings import Say, Settings
 from stoop.worker.device import find_device
 
@@ -22,6 +22,15 @@ class Job:
     out: Path
     settings: Settings
     say: Say
+    show: Show = show_nothing
+    given: frozenset[str] = frozenset()  # settings that the command names, by name
+    fresh: bool = False  # train from the start
+    fresh_data: bool = False  # make data from the start
+    command: tuple[str, ...] = ()
+
+    @property
+    def teller(self) -> Teller:
+        return Teller(self.say, self.show)
 
     @property
     def data(self) -> Path:
@@ -31,13 +40,25 @@ class Job:
     def train(self) -> Path:
         return self.out / "train"
 
-    def note(self, command: Sequence[str]) -> None:
+    def again(self, saved: bool = False) -> str:
+        """How to continue: not with a flag that discards what was made. saved: trained steps"""
+        how = "again"
+        if self.fresh_data:
+            how = "without --fresh-data"
+        elif self.fresh and saved:
+            how = "without --fresh"
+        return f"run the same command {how} to continue"
+
+    def note_command(self) -> None:
         """Keep the command for the model card, once."""
-        line = shlex.join(command).replace("\n", " ")
-        if line not in self.commands():
+        line = shlex.join(self.command).replace("\n", " ")
+        if line and line not in self.commands():
             self.out.mkdir(parents=True, exist_ok=True)
             with (self.out / COMMANDS).open("a") as file:
                 file.write(line + "\n")
+
+    def forget_commands(self) -> None:
+        (self.out / COMMANDS).unlink(missing_ok=True)
 
     def commands(self) -> list[str]:
         path = self.out / COMMANDS

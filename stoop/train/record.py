@@ -5,20 +5,32 @@ from pathlib import Path
 from typing import Any
 
 from stoop.core.plotting import find_pyplot
+from stoop.train.files import read_records, write_records
+from stoop.train.progress import Teller, duration
 from stoop.train.settings import Say
 
 
 class Record:
-    def __init__(self, path: Path, say: Say) -> None:
-        self.path = path
-        self.say = say
+    """Continues the log of a folder; until `begin`, the log is that of the run before."""
 
-    def cut(self, step: int) -> None:
-        """Forget what came after this step: it will come again."""
-        lines = [entry for entry in read_log(self.path) if entry["step"] <= step]
-        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+    def __init__(self, folder: Path, teller: Teller) -> None:
+        self.folder, self.path = folder, folder / "log.jsonl"
+        self.say, self.show = teller.say, teller.show
+        self.first_step = -1  # nothing of it counts, unless a checkpoint is continued
+        self._begun = False
+
+    def begin(self) -> None:
+        """Forget what came after the first step of this run, once: it will come again."""
+        if not self._begun:
+            self._begun = True
+            kept = [entry for entry in read_log(self.path) if entry["step"] <= self.first_step]
+            write_records(self.path, kept)
+
+    def lacks_evaluation(self, step: int) -> bool:
+        return not any(e["step"] == step and e["split"] == "val" for e in read_log(self.path))
 
     def add(self, entry: dict[str, Any], num_steps: int) -> None:
+        self.begin()
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         rates = " ".join(f"{rate:.0%}" for rate in entry["acceptance"])
@@ -32,12 +44,12 @@ class Record:
         left = (num_steps - entry["step"]) * entry["tokens"] / max(entry["tokens_per_s"], 1e-9)
         self.say(
             f"{line}, lr {entry['lr']:.1e}, {entry['tokens_per_s']:,.0f} tokens/s, "
-            f"{entry['memory_gib']:.1f} GiB, {left:.0f} s left"
+            f"{entry['memory_gib']:.1f} GiB, {duration(left)} left"
         )
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_records(path)
 
 
 def draw_curve(log: Path, image: Path, say: Say) -> None:

@@ -10,6 +10,23 @@ from stoop.config.errors import ConfigError
 Say = Callable[[str], None]  # one line of progress
 
 
+def as_flag(name: str, value: Any) -> str:
+    """How a user writes a setting, such as `--max-answer 24`."""
+    flag = name.replace("_", "-")
+    if value is None:
+        return f"no --{flag}"
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value}"
+
+
+def advise(name: str, value: Any) -> str:
+    """To write a setting so that it has this value."""
+    if value is None:
+        return f"leave --{name.replace('_', '-')} out"
+    return f"give {as_flag(name, value)}"
+
+
 def _setting(default: Any, text: str, least: float | None = None, most: float | None = None) -> Any:
     return field(default=default, metadata={"help": text, "least": least, "most": most})
 

@@ -6,7 +6,6 @@ workers has a folder of its own: the first one the root itself, others part-1, p
 """
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from stoop.config.errors import ConfigError
+from stoop.train.files import write_json, written_aside
+
+INVENTED = "invented.jsonl"  # prompts of the target itself, in a worker's folder
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,10 @@ class ShardStore:
     """A worker's folder of shards; one process writes to it at a time."""
 
     def __init__(self, root: Path, origin: dict[str, Any], worker: int = 0) -> None:
-        """`origin` is what all shards must have in common."""
-        check_origin(root, origin)
+        """`origin` is what all shards have in common; the manifest says it."""
         self.folder = folder = worker_folder(root, worker)
         folder.mkdir(parents=True, exist_ok=True)
-        known = _read_manifest(folder)
+        known = read_manifest(folder)
         self.counts: dict[str, Any] = {**COUNTS, "seconds": known.get("seconds", 0.0), **origin}
         self.done: set[tuple[int, int]] = set()
         self._rows = _Rows()
@@ -116,9 +117,9 @@ class ShardStore:
                 "done": np.array(rows.done, dtype=np.uint64).reshape(-1, 2),
             }
             number = len(shard_files(self.folder))
-            aside = self.folder / "unfinished.npz"
-            np.savez(aside, **arrays)
-            os.replace(aside, self.folder / f"shard-{number:05d}.npz")
+            path = self.folder / f"shard-{number:05d}.npz"
+            with written_aside(path) as aside, aside.open("wb") as file:
+                np.savez(file, **arrays)
         self._rows = _Rows()
         write_json(self.folder / "manifest.json", self.counts)
 
@@ -155,18 +156,6 @@ def origin_of(target: str, seed: int) -> dict[str, Any]:
     return {"target": target, "seed": seed}
 
 
-def check_origin(root: Path, origin: dict[str, Any]) -> None:
-    """Whatever was answered before must come from there too."""
-    for folder in all_folders(root):
-        known = _read_manifest(folder)
-        for name, value in origin.items():
-            if known and known.get(name) != value:
-                raise ConfigError(
-                    f"{folder} holds answers of {name} {known.get(name)!r}, not {value!r}: use "
-                    "another --out"
-                )
-
-
 def load_corpus(root: Path) -> Corpus:
     """The answers of all workers; what two of them made alike counts once."""
     shards = [read_shard(path) for folder in all_folders(root) for path in shard_files(folder)]
@@ -188,18 +177,12 @@ def load_corpus(root: Path) -> Corpus:
     )
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def read_counts(root: Path) -> dict[str, Any]:
     """What the manifests of the answers say, summed up; zeros where there is none."""
-    manifests = [_read_manifest(folder) for folder in all_folders(root)]
+    manifests = [read_manifest(folder) for folder in all_folders(root)]
     return {name: sum(each.get(name, zero) for each in manifests) for name, zero in COUNTS.items()}
-
-
-def write_json(path: Path, content: Any) -> None:
-    aside = path.with_suffix(".unfinished")
-    aside.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(aside, path)

@@ -6,8 +6,9 @@ DIR/head     the head in the layout of EAGLE's authors; DIR/head-speculators: in
 """
 
 import gc
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from stoop.models.hf_config import read_model_spec
 from stoop.models.loader import load_model
 from stoop.train.export import LAYOUTS, Trained, export, model_card, read_target_config
 from stoop.train.head import make_head_spec, new_head
+from stoop.train.interrupts import interruptible
 from stoop.train.job import Job
+from stoop.train.origin import check_target, digest_target
 from stoop.train.packing import Packer, split
 from stoop.train.record import Record, read_log
 from stoop.train.settings import Deadline, HeadSettings
 from stoop.train.shards import load_corpus, read_counts
-from stoop.train.trainer import Documents, Trainer, load_checkpoint
+from stoop.train.trainer import CHECKPOINT, Documents, Trainer, check_same, load_checkpoint
 from stoop.train.vocabulary import Vocabulary, choose_vocabulary
 from stoop.worker.device import prepare_device
 
@@ -31,11 +34,48 @@ MAX_DRAFTS = 3  # what an exported head proposes
 
 
 @torch.inference_mode(False)  # in whatever mode the caller is
-def run_train(job: Job, fresh: bool = False) -> bool:
-    """True if the last step was reached."""
-    settings, deadline = job.settings, Deadline(job.settings.time_budget)
+def run_train(job: Job) -> bool:
+    """True if the last step was reached. An interrupt is raised again, and says what was saved."""
+    deadline = Deadline(job.settings.time_budget)
+    trainer = None
+    try:
+        with interruptible():
+            trainer = _make_trainer(job)
+            if not job.fresh:
+                trainer.restore()
+            job.note_command()
+            documents, num_steps = trainer.documents, len(trainer.batches)
+            job.say(
+                f"training: {len(documents.train):,} documents, {len(documents.held_out):,} held "
+                f"out, step {trainer.step} of {num_steps}"
+            )
+            finished = trainer.run(deadline)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_outcome(job, trainer)) from None
+    if not finished:
+        job.say(f"training: stopped by --time-budget; {job.again(saved=True)}")
+    return finished
+
+
+def _outcome(job: Job, trainer: Trainer | None) -> str:
+    """Of a run that was interrupted."""
+    if trainer is None or not trainer.step:
+        return f"training: interrupted before a step was done; {job.again()}"
+    step, saved, again = trainer.step, trainer.saved_step, job.again(saved=True)
+    if step == saved:
+        return f"training: saved at step {step:,} of {len(trainer.batches):,}; {again}"
+    if saved:
+        kept = f"the checkpoint is still that of step {saved:,}; {again}"
+        return f"training: step {step:,} was not saved, {kept}"
+    return f"training: step {step:,} was not saved, nor was one before; {job.again()}"
+
+
+def _make_trainer(job: Job) -> Trainer:
+    settings = job.settings
     gc.collect()  # the engine of the stage before
     config = job.config()
+    digest = digest_target(Path(config.load.folder))
+    check_target(job, digest)
     prepare_device(config.device.device, config.device.dtype)
     corpus = load_corpus(job.data)
     vocabulary = choose_vocabulary(
@@ -57,31 +97,21 @@ def run_train(job: Job, fresh: bool = False) -> bool:
     if not len(train):
         raise ConfigError(f"{job.data} holds nothing but held-out answers: make more of them")
     job.train.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        (job.train / "checkpoint.pt").unlink(missing_ok=True)
-    record = Record(job.train / "log.jsonl", job.say)
+    record = Record(job.train, job.teller)
     documents = Documents(packer, train, held_out)
-    trainer = Trainer(target, head, vocabulary, documents, settings, job.train, record)
-    trainer.restore()
-    job.say(
-        f"training: {len(train):,} documents, {len(held_out):,} held out, step {trainer.step} of "
-        f"{len(trainer.batches)}"
-    )
-    finished = trainer.run(deadline)
-    if not finished:
-        job.say("training: stopped by --time-budget; the same command goes on from here")
-    return finished
+    return Trainer(target, head, vocabulary, documents, settings, digest, record)
 
 
 def run_export(job: Job, layout: str, dtype: str) -> list[Path]:
     """The folders that were written."""
-    path = job.train / "checkpoint.pt"
+    path = job.train / CHECKPOINT
     if not path.exists():
         raise ConfigError(f"{job.train} has no checkpoint to export: run --stage train first")
     state = load_checkpoint(path)
     folder = resolve_model(job.target)
     model = read_model_spec(folder)
-    identity = state["identity"]  # what was trained, whatever the flags say now
+    identity = state["identity"]
+    check_same(identity, _given(job) | {"target": digest_target(folder)}, job.train)
     vocabulary = Vocabulary(
         np.array(identity["draft_ids"], dtype=np.int64), model.vocab_size, identity["coverage"]
     )
@@ -105,3 +135,8 @@ def run_export(job: Job, layout: str, dtype: str) -> list[Path]:
         written.append(place)
         job.say(f"export: {place}, {name} layout, {dtype}")
     return written
+
+
+def _given(job: Job) -> dict[str, Any]:
+    """Settings of the head that the command names; others are as they were trained."""
+    return {name: value for name, value in asdict(job.settings.head).items() if name in job.given}

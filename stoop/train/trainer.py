@@ -5,7 +5,7 @@ which are rounded into the head after every step. Nothing in a step is random: a
 masters, the optimizer's state and the number of the step, which fixes the documents that come next.
 """
 
-import os
+import hashlib
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -16,21 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoop.config.errors import ConfigError
+from stoop.config.errors import CheckpointError, ConfigError
 from stoop.core.outputs import SpecCounts
 from stoop.models.eagle import EagleHead
 from stoop.models.llama import LlamaModel
 from stoop.train.acceptance import walk
+from stoop.train.files import written_aside
 from stoop.train.head import trained
+from stoop.train.interrupts import held
 from stoop.train.packing import Packer, plan_batches
+from stoop.train.progress import Progress, StepPace
 from stoop.train.record import Record, draw_curve
-from stoop.train.settings import Deadline, Settings, TrainSettings
+from stoop.train.settings import Deadline, Settings, TrainSettings, advise, as_flag
+from stoop.train.shards import Corpus
 from stoop.train.unroll import Unrolled, make_lesson, total_loss, unroll
 from stoop.train.vocabulary import Vocabulary
 
 BETAS = (0.9, 0.95)
 WALK_DRAFTS = 3  # K of the acceptance length in the log
-# Settings that a run may go on with changed.
+CHECKPOINT = "checkpoint.pt"
+# Settings that may change when a run is continued.
 FREE = ("epochs", "steps", "val_tokens", "eval_every", "log_every", "save_every")
 
 
@@ -58,11 +63,11 @@ class Trainer:
         vocabulary: Vocabulary,
         documents: Documents,
         settings: Settings,
-        folder: Path,
+        target_digest: str,
         record: Record,
     ) -> None:
         self.target, self.head, self.documents = target, head, documents
-        self.settings, self.record, self.folder = settings.train, record, folder
+        self.settings, self.record, self.folder = settings.train, record, record.folder
         self.device = target.embed_tokens.weight.device
         self.draft_ids = None
         if not vocabulary.is_whole:
@@ -76,10 +81,15 @@ class Trainer:
             weight_decay=self.settings.weight_decay,
             fused=self.device.type == "cuda",
         )
-        self.identity = _identity(settings, documents, vocabulary)
+        self.identity = _identity(settings, documents, vocabulary) | {
+            "dtype": str(target.embed_tokens.weight.dtype).removeprefix("torch."),
+            "target": target_digest,
+        }
         self.batches = self._plan()
         self.step = 0
+        self.saved_step = 0  # of the checkpoint; 0 may also mean that there is none
         self._saved = time.monotonic()
+        self._evaluated = -1  # the newest step that was looked at
 
     def _plan(self) -> list[np.ndarray]:
         settings, train = self.settings, self.documents.train
@@ -93,24 +103,51 @@ class Trainer:
     # ---- the loop ----
 
     def run(self, deadline: Deadline) -> bool:
-        """Train to the last step or to the deadline; True at the last step."""
+        """Train to the last step or to the deadline; True at the last step.
+
+        An interrupt saves what is done so far, if there is time for it: another one stops that.
+        """
+        try:
+            self._continue(deadline)
+            if self._evaluated != self.step:
+                self.evaluate()
+            self.record.show(None)
+            self.save()
+            draw_curve(self.record.path, self.folder / "curve.png", self.record.say)
+        except KeyboardInterrupt:
+            self.record.show(None)
+            if self.step > self.saved_step:
+                self.record.say(
+                    f"training: interrupted, saving step {self.step:,} (Ctrl-C again: do not save)"
+                )
+                self.save()
+            raise
+        return self.step == len(self.batches)
+
+    def _continue(self, deadline: Deadline) -> None:
+        num_steps = len(self.batches)
+        if self._owes_evaluation():
+            self.evaluate()
         meter, warned = _Meter(), False
-        while self.step < len(self.batches) and not deadline.over:
-            meter.add(self._train_step())
-            if self.step % self.settings.log_every == 0 or self.step == len(self.batches):
-                lr = learning_rate(self.step - 1, len(self.batches), self.settings)
-                self.record.add(meter.entry(self.step, lr, self.device), len(self.batches))
+        pace = StepPace(self.step, num_steps, deadline, self.record.show)
+        while self.step < num_steps and not deadline.over:
+            result = self._train_step()
+            meter.add(result)
+            if self.step % self.settings.log_every == 0 or self.step == num_steps:
+                lr = learning_rate(self.step - 1, num_steps, self.settings)
+                self.record.add(meter.entry(self.step, lr, self.device), num_steps)
                 warned = warned or self._warn_of(deadline, meter.seconds_per_step)
                 meter = _Meter()
             if self.step % self.settings.eval_every == 0:
                 self.evaluate()
+            pace.add(result.num_tokens)
             if time.monotonic() - self._saved > self.settings.save_every:
                 self.save()
-        if self.step % self.settings.eval_every:
-            self.evaluate()
-        self.save()
-        draw_curve(self.record.path, self.folder / "curve.png", self.record.say)
-        return self.step == len(self.batches)
+
+    def _owes_evaluation(self) -> bool:
+        """Whether the run that made the checkpoint was interrupted while it evaluated."""
+        due = 0 < self.step < len(self.batches) and self.step % self.settings.eval_every == 0
+        return due and self.record.lacks_evaluation(self.step)
 
     def _warn_of(self, deadline: Deadline, seconds_per_step: float) -> bool:
         """If it will come before the last step: a rate that never came down trains badly."""
@@ -130,8 +167,9 @@ class Trainer:
         found = unroll(self.head, lesson)
         loss = total_loss(found.losses, self.settings.decay)
         loss.backward()
-        self._update()
-        self.step += 1
+        with held():  # half an update would be saved as a whole one
+            self._update()
+            self.step += 1
         return _StepResult(found, loss.detach(), pack.num_tokens)
 
     def _update(self) -> None:
@@ -155,7 +193,10 @@ class Trainer:
         """Of held-out text, greedy if there is any: what the engine would accept."""
         packer, meter = self.documents.packer, _Meter()
         counts = SpecCounts.of(min(WALK_DRAFTS, self.settings.ttt_steps))
-        for batch in self._held_out():
+        self._evaluated = self.step
+        batches = self._held_out()
+        for number, batch in enumerate(batches):
+            self.record.show(Progress("evaluating", number, len(batches), "packs"))
             pack = packer.pack(batch)
             found = unroll(self.head, make_lesson(self.target, self.head, pack, self.draft_ids))
             loss = total_loss(found.losses, self.settings.decay)
@@ -195,27 +236,51 @@ class Trainer:
         state = {
             "identity": self.identity,
             "step": self.step,
+            "num_steps": len(self.batches),
             "masters": dict(zip(trained(self.head), self.masters, strict=True)),
             "optimizer": self.optimizer.state_dict(),
         }
-        aside = self.folder / "checkpoint.unfinished"
-        torch.save(state, aside)
-        os.replace(aside, self.folder / "checkpoint.pt")
-        self._saved = time.monotonic()
+        self.record.begin()
+        try:
+            with written_aside(self.folder / CHECKPOINT) as aside:
+                torch.save(state, aside)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {self.step:,} could not be written to {self.folder} "
+                f"({error}): make room there and run the command again"
+            ) from None
+        self._saved, self.saved_step = time.monotonic(), self.step
 
     def restore(self) -> None:
         """From the folder's checkpoint, if there is one; refused if it is of another run."""
-        path = self.folder / "checkpoint.pt"
-        if path.exists():
-            state = load_checkpoint(path, str(self.device))
-            _check_same(state["identity"], self.identity, self.folder)
-            with torch.no_grad():
-                for master, value in zip(self.masters, state["masters"].values(), strict=True):
-                    master.copy_(value)
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
-            self._round()
-        self.record.cut(self.step)
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            return
+        state = load_checkpoint(path, str(self.device))
+        check_same(state["identity"], self.identity, self.folder)
+        self._check_length(state["step"], state.get("num_steps", len(self.batches)))
+        with torch.no_grad():
+            for master, value in zip(self.masters, state["masters"].values(), strict=True):
+                master.copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = self.saved_step = self.record.first_step = state["step"]
+        self._round()
+
+    def _check_length(self, step: int, before: int) -> None:
+        """A run may be continued with more or fewer steps, though not with fewer than are done."""
+        num_steps, settings = len(self.batches), self.settings
+        if step > num_steps:
+            name = "epochs" if settings.steps is None else "steps"
+            raise ConfigError(
+                f"{as_flag(name, getattr(settings, name))}: that is {num_steps:,} steps, and the "
+                f"checkpoint in {self.folder} is at step {step:,} already: use more, --fresh to "
+                "train from the start, or another --out"
+            )
+        if num_steps != before:
+            self.record.say(
+                f"training: {num_steps:,} steps now, {before:,} when the checkpoint was made: from "
+                f"step {step:,} on the learning rate is that of a run of {num_steps:,} steps"
+            )
 
 
 def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
@@ -240,17 +305,44 @@ def _identity(settings: Settings, documents: Documents, vocabulary: Vocabulary) 
         "tokens": int(documents.packer.lengths(documents.train).sum()),
         "draft_ids": vocabulary.token_ids.tolist(),
         "coverage": vocabulary.coverage,
+        "data": _digest(documents.packer.corpus),
     }
 
 
-def _check_same(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
+def _digest(corpus: Corpus) -> str:
+    """Of all documents, in their order, which decides the order of training."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in (corpus.tokens, corpus.starts, corpus.prompt_lens):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+# What is no option of the command, by the names in an identity.
+_NO_OPTIONS = {
+    "target": "for another target, or for other weights of it",
+    **dict.fromkeys(
+        ("documents", "tokens", "draft_ids", "coverage", "data"),
+        "on other data than there is now",
+    ),
+}
+
+
+def check_same(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
+    """found: of the checkpoint; what an earlier version did not write down is not compared."""
     for name, value in wanted.items():
-        if found.get(name) != value:
-            figures = f"{found.get(name)!r} there, {value!r} here"
+        was = found.get(name, value)
+        if was == value:
+            continue
+        if name in _NO_OPTIONS:
             raise ConfigError(
-                f"{folder} has a checkpoint of another run ({name}: {str(figures)[:80]}): use "
-                "--fresh to train anew, or another --out"
+                f"{folder} has a checkpoint that was trained {_NO_OPTIONS[name]}: use --fresh to "
+                "train from the start, or another --out"
             )
+        raise ConfigError(
+            f"{folder} has a checkpoint that was trained with {as_flag(name, was)}, not with "
+            f"{as_flag(name, value)}: {advise(name, was)}, use --fresh to train from the "
+            "start, or another --out"
+        )
 
 
 @dataclass(frozen=True)

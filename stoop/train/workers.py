@@ -9,20 +9,25 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import torch
 
-from stoop.config.errors import ConfigError
+from stoop.config.errors import ConfigError, StoopError
 from stoop.core.kv_layout import DTYPE_BYTES
 from stoop.llm import LLM
 from stoop.text.prompts import read_prompts
 from stoop.train.answers import Share, make_data, read_inventions
+from stoop.train.interrupts import ctrl_c_ignored, interruptible
 from stoop.train.job import Job
-from stoop.train.settings import Deadline, Say
-from stoop.train.shards import check_origin, origin_of
+from stoop.train.origin import describe, discard_data, settle_origin
+from stoop.train.progress import Combined, Progress
+from stoop.train.settings import Deadline
+from stoop.train.shards import read_counts
 from stoop.worker.device import find_device
 
 FREE_SHARE, TOTAL_SHARE = 0.85, 0.88  # of memory, for all workers; whichever is less
@@ -30,16 +35,38 @@ WORK_BYTES = 4 * 2**30  # that a worker needs beside weights and KV
 
 
 def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
+    """An interrupt is raised again, and says what is kept."""
     settings = job.settings
     if not prompt_files and not settings.data.invent:
         raise ConfigError("there are no prompts: give --prompts FILE, --invent N, or both")
+    origin = describe(job, prompt_files)  # whatever is wrong with it, before data is discarded
+    if job.fresh_data:
+        discard_data(job)
+    settle_origin(job, origin)
+    job.note_command()
+    job.say(f"data: starting {job.target}")
     before, count = read_inventions(job.data), settings.data.workers
-    if count == 1:
-        answer(job, prompt_files, Share(0, 1, before))
-        return
-    check_origin(job.data, origin_of(job.target, settings.seed))
     shares = [Share(worker, count, before) for worker in range(count)]
-    _answer_side_by_side(_with_memory_shared(job), prompt_files, shares)
+    try:
+        with interruptible():
+            if count == 1:
+                answer(job, prompt_files, shares[0])
+            else:
+                _answer_side_by_side(_with_memory_shared(job), prompt_files, shares)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_kept(job)) from None
+
+
+def _kept(job: Job) -> str:
+    """Of a run that was interrupted."""
+    counts = {
+        "answer": read_counts(job.data)["answers"],
+        "invented prompt": len(read_inventions(job.data).texts),
+    }
+    kept = [f"{n:,} {name}{'s' * (n != 1)}" for name, n in counts.items() if n]
+    if not kept:
+        return f"data: interrupted before the first answer was done; {job.again()}"
+    return f"data: interrupted, keeping {' and '.join(kept)}; {job.again()}"
 
 
 def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
@@ -47,8 +74,13 @@ def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
     deadline = Deadline(settings.time_budget)
     conversations = [each for path in prompt_files for each in read_prompts(path)]
     config = job.config()
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        job.show(Progress(stage, done, total))
+
     llm = LLM(
         job.target,
+        report=report,
         device=config.device.device,
         dtype=config.device.dtype,
         max_model_len=config.schedule.max_model_len,
@@ -57,9 +89,11 @@ def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
         seed=settings.seed,
         speculative_config=None,
     )
-    make_data(llm, job.data, conversations, settings.data, settings.seed, deadline, job.say, share)
+    job.show(None)
+    seed = settings.seed
+    make_data(llm, job.data, conversations, settings.data, seed, deadline, job.teller, share)
     if deadline.over:
-        job.say("data: stopped by --time-budget; the same command goes on from here")
+        job.say(f"data: stopped by --time-budget; {job.again()}")
 
 
 def _with_memory_shared(job: Job) -> Job:
@@ -87,55 +121,88 @@ def _with_memory_shared(job: Job) -> Job:
 def _answer_side_by_side(job: Job, prompt_files: Sequence[Path], shares: Sequence[Share]) -> None:
     """One that fails does not stop the others."""
     context = multiprocessing.get_context("spawn")
-    workers = [
-        context.Process(target=_work, args=(job, tuple(prompt_files), share)) for share in shares
-    ]
-    for worker in workers:
-        worker.start()
+    workers: list[SpawnProcess] = []
+    ends: dict[Connection, int] = {}  # where lines and progress of each worker come from
+    combined = Combined(job.show)
     try:
-        for worker in workers:
-            worker.join()
+        for share in shares:
+            ours, theirs = context.Pipe(duplex=False)
+            sender = replace(job, say=_SendLine(theirs), show=_SendProgress(theirs))
+            args = (sender, tuple(prompt_files), share)
+            workers.append(context.Process(target=_work, args=args))
+            with ctrl_c_ignored():  # by the worker: a terminal sends it to all processes
+                workers[-1].start()
+            theirs.close()  # the worker's end is the only one, so that it closes with the worker
+            ends[ours] = share.worker
+        _relay(ends, job, combined)
     finally:
         for worker in workers:
-            if worker.is_alive() and worker.pid is not None:
-                os.kill(worker.pid, signal.SIGINT)  # it keeps what it has
-                worker.join()
+            if worker.is_alive():
+                worker.terminate()  # it keeps what it has
+        _relay(ends, job, combined)
+        for worker in workers:
+            worker.join()
     failed = {number: worker.exitcode for number, worker in enumerate(workers) if worker.exitcode}
     if failed:
         found = ", ".join(f"{number} with status {code}" for number, code in failed.items())
         raise ConfigError(
-            f"--workers: of {len(workers)}, these ended early: {found}; what they said is above, "
-            "and the same command goes on from here"
+            f"--workers: of {len(workers)}, these ended early: {found}; see what they said above; "
+            f"{job.again()}"
         )
 
 
+def _relay(ends: dict[Connection, int], job: Job, combined: Combined) -> None:
+    """Tell what workers send, until all have ended."""
+    while ends:
+        for end in wait(list(ends)):
+            assert isinstance(end, Connection)
+            try:
+                sent = end.recv()
+            except (EOFError, OSError):
+                combined(ends.pop(end), None)
+                continue
+            if isinstance(sent, str):
+                job.say(f"[{ends[end]}] {sent}")
+            else:
+                combined(ends[end], sent)
+
+
+@dataclass(frozen=True)
+class _Sender:
+    end: Connection
+
+    def _send(self, sent: str | Progress | None) -> None:
+        with suppress(OSError):  # the parent is gone, and this worker will be in a moment
+            self.end.send(sent)
+
+
+class _SendLine(_Sender):
+    def __call__(self, line: str) -> None:
+        self._send(line)
+
+
+class _SendProgress(_Sender):
+    def __call__(self, progress: Progress | None) -> None:
+        self._send(progress)
+
+
 def _work(job: Job, prompt_files: tuple[Path, ...], share: Share) -> None:
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    if find_device(job.settings.device) == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // share.num_workers))
     try:
-        answer(replace(job, say=_Numbered(share.worker, job.say)), prompt_files, share)
-    except ConfigError as error:
-        job.say(f"worker {share.worker}: {error}")
+        with interruptible():
+            threading.Thread(target=_follow_parent, daemon=True).start()
+            if find_device(job.settings.device) == "cpu":
+                torch.set_num_threads(max(1, torch.get_num_threads() // share.num_workers))
+            answer(job, prompt_files, share)
+    except StoopError as error:
+        job.say(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def _follow_parent() -> None:
-    """Nobody is to go on writing when the next run begins."""
+    """No worker may still write when the next run begins."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-@dataclass(frozen=True)
-class _Numbered:
-    """Lines of a worker, told from those of others."""
-
-    worker: int
-    say: Say
-
-    def __call__(self, line: str) -> None:
-        self.say(f"[{self.worker}] {line}")
+    os.kill(os.getpid(), signal.SIGTERM)

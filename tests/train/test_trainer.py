@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from stoop.cli.main import app
@@ -20,6 +22,7 @@ from stoop.train import stages
 from stoop.train.job import Job
 from stoop.train.record import read_log
 from stoop.train.settings import Deadline, TrainSettings
+from stoop.train.shards import read_shard
 from stoop.train.stages import run_export, run_train
 from stoop.train.trainer import Trainer, learning_rate, load_checkpoint
 from stoop.train.workers import run_data
@@ -103,7 +106,7 @@ def test_a_budget_that_is_too_short_is_told_early(job: Job) -> None:
     assert "of 20,000 steps" in told and "give --steps" in told
     assert lines.index(told) < 5, "it came late"
     lines.clear()
-    run_train(replace(job, settings=small.make_settings(), say=lines.append), fresh=True)
+    run_train(replace(job, settings=small.make_settings(), say=lines.append, fresh=True))
     assert not any("--time-budget" in line for line in lines)
 
 
@@ -123,16 +126,80 @@ def test_the_log_forgets_what_will_come_again(job: Job, monkeypatch: pytest.Monk
 def test_a_checkpoint_of_another_run_is_refused(job: Job, change: dict[str, Any]) -> None:
     run_train(job)
     other = changed(job, **change)
-    with pytest.raises(ConfigError, match=f"another run.*{next(iter(change))}.*--fresh"):
+    flag = next(iter(change)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"was trained with --{flag}.*give.*--fresh"):
         run_train(other)
-    assert run_train(other, fresh=True)
+    assert run_train(replace(other, fresh=True))
 
 
-def test_a_run_may_be_made_longer(job: Job) -> None:
+def other_data(job: Job) -> Job:
+    """As many documents and tokens as before, and the same vocabulary."""
+    path = next(job.data.glob("shard-*.npz"))
+    shard = read_shard(path)
+    first = slice(0, int(shard["lengths"][0]))
+    shard["tokens"][first] = shard["tokens"][first][::-1]
+    with path.open("wb") as file:
+        np.savez(file, **shard)
+    return job
+
+
+def in_float32(job: Job) -> Job:
+    return replace(job, settings=replace(job.settings, dtype="float32"))
+
+
+def other_weights(job: Job) -> Job:
+    folder = job.out / "other"
+    shutil.copytree(job.target, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return replace(job, target=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (other_data, "trained on other data than there is now.*--fresh"),
+        (in_float32, "with --dtype float64, not with --dtype float32.*--fresh"),
+        (other_weights, "for another target.*--fresh"),
+    ],
+)
+def test_a_checkpoint_of_other_things_is_refused(
+    job: Job, change: Callable[[Job], Job], sentence: str
+) -> None:
+    run_train(changed(job, steps=2))
+    other = change(job)
+    with pytest.raises(ConfigError, match=sentence):
+        run_train(other)
+    if change is other_weights:
+        with pytest.raises(ConfigError, match=sentence):
+            run_export(other, "eagle", "bfloat16")
+
+
+def test_a_run_may_be_made_longer_and_says_so(job: Job) -> None:
     run_train(job)
-    longer = changed(job, steps=8)
-    assert run_train(longer)
+    lines: list[str] = []
+    assert run_train(replace(changed(job, steps=8), say=lines.append))
     assert checkpoint(job)["step"] == 8
+    (line,) = [line for line in lines if "learning rate" in line]
+    assert line.startswith("training: 8 steps now, 6 when the checkpoint was made: from step 6 on")
+
+
+def test_a_run_is_not_made_shorter_than_it_is(job: Job) -> None:
+    run_train(job)
+    with pytest.raises(ConfigError, match=r"--steps 3: that is 3 steps, .* is at step 6 already"):
+        run_train(changed(job, steps=3))
+
+
+def test_a_checkpoint_of_an_earlier_version_continues(job: Job) -> None:
+    run_train(changed(job, steps=2))
+    state = checkpoint(job)
+    for name in ("target", "data", "dtype"):
+        del state["identity"][name]
+    del state["num_steps"]
+    torch.save(state, job.train / "checkpoint.pt")
+    assert run_train(job)
+    assert run_export(job, "eagle", "bfloat16")
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

@@ -20,7 +20,7 @@ from stoop.train.workers import run_data
 from train.test_data import documents, write_text_model
 
 
-def say(line: str) -> None:  # workers find it by its name
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -74,7 +74,7 @@ def test_workers_that_fail_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match="0 with status 2, 1 with status 2"):
         run_data(job(target, tmp_path / "out", workers=2, kv_cache_memory="1000"), [prompts])
-    assert "worker 1: the KV cache would hold" in capfd.readouterr().err
+    assert "[1] error: the KV cache would hold" in capfd.readouterr().err
 
 
 def test_what_was_invented_is_neither_lost_nor_invented_again(
@@ -95,9 +95,9 @@ def test_what_was_invented_is_neither_lost_nor_invented_again(
 def test_answers_of_another_target_are_refused_before_anybody_works(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    part = tmp_path / "data" / "part-1"
-    part.mkdir(parents=True)
-    (part / "manifest.json").write_text(json.dumps({"target": "other", "seed": 0}))
+    store = ShardStore(tmp_path / "data", {"target": "other", "seed": 0}, worker=1)
+    store.add([1, 2], [3, 4], (7, 0), greedy=True)
+    store.flush(1.0)
     for workers in (1, 2):
         with pytest.raises(ConfigError, match="holds answers of target 'other'"):
             run_data(job(target, tmp_path, workers=workers), [prompts])
