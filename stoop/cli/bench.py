@@ -325,29 +325,19 @@ def acceptance(
     model: Model = DEFAULT_MODEL,
     questions: Annotated[
         list[Path],
-        typer.Option(
-            help=".jsonl file with turns (the first is used), prompt or text; may be repeated"
-        ),
+        typer.Option(help=".jsonl file with turns (the first is used), prompt or text; repeatable"),
     ] = [],  # noqa: B006
     k: Annotated[
         str, typer.Option("--k", help="drafts per step, separated by commas")
     ] = "1,2,3,4,5,6,7,8",
     speed_k: Annotated[
         str | None,
-        typer.Option(
-            "--speed-k",
-            help="numbers of drafts to time, or none; default: the one of -sc",
-        ),
+        typer.Option("--speed-k", help="numbers of drafts to time, or none; default: as in -sc"),
     ] = None,
-    temperature: Annotated[
-        str, typer.Option(help="temperatures, separated by commas; 0 is greedy")
-    ] = "0,1",
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="maximum length of an answer, in tokens")
-    ] = 256,
+    temperature: Annotated[str, typer.Option(help="one or more; 0 is greedy")] = "0,1",
+    max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 256,
     limit: Annotated[
-        int | None,
-        typer.Option(min=1, help="use only this many questions per file, spread over it"),
+        int | None, typer.Option(min=1, help="use this many questions per file, spread over it")
     ] = None,
     batch_size: Annotated[
         int, typer.Option(min=1, help="requests at a time where speed is measured")
