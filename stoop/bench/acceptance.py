@@ -174,8 +174,8 @@ def _check_room(config: Config, questions: Questions) -> None:
         longest = max(len(prompt) for prompt in prompts)
         if longest >= limit:
             raise ConfigError(
-                f"--questions {name} has one of {longest} tokens and max_model_len={limit} leaves "
-                "no room for its answer: take it out or raise max_model_len"
+                f"--questions {name} has a question of {longest} tokens, and max_model_len={limit} "
+                "leaves no room for its answer: remove it or raise max_model_len"
             )
 
 

@@ -30,8 +30,8 @@ def print_acceptance(
     console = Console()
     console.print(table)
     console.print(
-        "[dim]by position, length: drafts and tokens of a step that verified any; tok/s: "
-        f"{plan.batch_size} at a time, prompts included; plain: the same without drafts[/dim]"
+        "[dim]by position: share of drafts accepted; length: tokens per step that verified any; "
+        f"tok/s: {plan.batch_size} at a time, prompts included; plain: without drafts[/dim]"
     )
     print_json(
         {
@@ -69,8 +69,8 @@ def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
         rates.plot(range(1, len(positions) + 1), positions, "o-", label=label)
     for axes in (lengths, rates):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    lengths.set(xlabel="K", ylabel="tokens a step")
-    rates.set(xlabel=f"draft, K = {report.rows[-1].k}", ylabel="share that stands", ylim=(0, 1))
+    lengths.set(xlabel="K", ylabel="tokens per step")
+    rates.set(xlabel=f"draft, K = {report.rows[-1].k}", ylabel="share accepted", ylim=(0, 1))
     lengths.legend()
     rates.legend()
     figure.savefig(image, dpi=120, format="png")

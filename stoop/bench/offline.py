@@ -144,8 +144,8 @@ def _check_room(llm: LLM, load: Load) -> None:
     limit = llm.config.schedule.max_model_len
     if load.input_len + load.output_len > limit:
         raise ConfigError(
-            f"{load.input_len} prompt tokens and {load.output_len} of answer are more than "
-            f"max_model_len={limit}: lower one or raise it"
+            f"{load.input_len} prompt tokens plus {load.output_len} answer tokens exceed "
+            f"max_model_len={limit}: lower one of them or raise max_model_len"
         )
 
 

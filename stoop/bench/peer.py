@@ -33,7 +33,7 @@ class PeerLoad:
         if self.shape not in SHAPES:
             raise ConfigError(f"--shape {self.shape}: use {', '.join(SHAPES)}")
         if not 0 <= self.k <= MAX_DRAFTS:
-            raise ConfigError(f"--k {self.k}: use 1 to {MAX_DRAFTS} drafts a step, or 0 for none")
+            raise ConfigError(f"--k {self.k}: use 1 to {MAX_DRAFTS} drafts per step, or 0 for none")
 
     def as_task(self) -> dict[str, Any]:
         longest = max([self.prompt_len, *self.first_token]) + self.steps + self.k + SPARE_TOKENS
@@ -56,8 +56,8 @@ def measure_vllm(load: PeerLoad, python: str) -> PeerResult:
         found = subprocess.run([python, "-c", LOOK], capture_output=True, text=True)
     except OSError as error:
         raise ConfigError(
-            f"--python {python} cannot be run ({error.strerror}): give the path of a Python that "
-            "has vLLM"
+            f"--python {python} cannot be run ({error.strerror}): give the path of a Python "
+            "interpreter that has vLLM"
         ) from None
     if found.returncode:
         raise ConfigError(
@@ -75,7 +75,7 @@ def measure_vllm(load: PeerLoad, python: str) -> PeerResult:
     found_lines = [line for line in lines if line.startswith(vllm_worker.MARK)]
     if not found_lines:  # with them, an accident at its end does not matter
         print("\n".join(lines[-NUM_LINES:]), file=sys.stderr)
-        raise ConfigError(f"vllm ended with status {done.returncode}: see what it says above")
+        raise ConfigError(f"vllm ended with status {done.returncode}: see its output above")
     record = json.loads(found_lines[-1].removeprefix(vllm_worker.MARK))
     for name in ("ms_per_step", "first_token_ms"):  # JSON knows no other keys than strings
         record[name] = {int(key): value for key, value in record[name].items()}

@@ -15,6 +15,7 @@ from stoop.bench.peer import PeerLoad, PeerResult
 from stoop.bench.profile import KernelRow, short_name
 from stoop.bench.spec import SpecResult
 from stoop.bench.step import StepLoad, StepReport, device_name
+from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
 
 PERCENTILES = (50, 90, 99)
@@ -85,8 +86,8 @@ def print_latency(results: list[LatencyResult]) -> None:
     Console().print(table)
     _warn_if_disturbed(results)
     Console().print(
-        "[dim]scaling: tokens/s over batch 1; gap: ms between tokens; GB/s: reading the weights "
-        "once a step takes this rate[/dim]"
+        "[dim]scaling: tokens/s relative to batch 1; gap: ms between tokens; GB/s: the rate at "
+        "which weights are read, once per step[/dim]"
     )
     print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
 
@@ -116,8 +117,8 @@ def _warn_if_disturbed(results: list[LatencyResult]) -> None:
         speeds = [run.tokens_per_s for run in result.runs]
         if max(speeds) > 1.25 * min(speeds):
             Console().print(
-                f"[yellow]batch {result.load.num_requests}: rounds range from {min(speeds):.1f} to "
-                f"{max(speeds):.1f} tokens/s; the machine is not idle, measure again[/yellow]"
+                f"[yellow]batch {result.load.num_requests}: runs range from {min(speeds):.1f} to "
+                f"{max(speeds):.1f} tokens/s; the machine is not idle: measure again[/yellow]"
             )
 
 
@@ -144,7 +145,7 @@ def _latency_record(result: LatencyResult, single: float | None) -> dict[str, An
 
 def print_drafts(load: Load, results: list[SpecResult]) -> None:
     table = Table(title=f"speculation on a toy target, batch {load.num_requests}")
-    for column in ("head", "K", "tokens a step", "tok/s", "of plain"):
+    for column in ("head", "K", "tokens per step", "tok/s", "of plain"):
         table.add_column(column, justify="right")
     for result in results:
         table.add_row(
@@ -178,8 +179,9 @@ def print_steps(report: StepReport) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"[dim]times in ms; floor: to read weights and live KV at {report.bandwidth / 1e12:.3f} "
-        "TB/s, which was measured here; kernels and busy: of a step under the profiler[/dim]"
+        "[dim]times in ms; floor: time to read weights and live KV at "
+        f"{report.bandwidth / 1e12:.3f} TB/s, as measured here; kernels and busy: of a step under "
+        "the profiler[/dim]"
     )
     console.print(
         f"engine ready in {report.start_s:.1f} s, first token {report.first_token_s:.2f} s later"
@@ -298,6 +300,9 @@ def print_json(record: dict[str, Any], out: Path | None = None) -> None:
         return [rounded(entry) for entry in value] if isinstance(value, list) else value
 
     line = json.dumps(rounded(record))
+    print(line, flush=True)  # first: a full disk must not cost the result
     if out is not None:
-        out.write_text(line + "\n")
-    print(line)
+        try:
+            out.write_text(line + "\n")
+        except OSError as error:
+            raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None

@@ -67,7 +67,7 @@ def open_shape(
     A path has weights of its own and the limit of positions that its config states.
     """
     if not 0 <= num_drafts <= MAX_DRAFTS:
-        raise ConfigError(f"--k {num_drafts}: use 1 to {MAX_DRAFTS} drafts a step, or 0 for none")
+        raise ConfigError(f"--k {num_drafts}: use 1 to {MAX_DRAFTS} drafts per step, or 0 for none")
     dummy = shape in SHAPES
     if not dummy and not Path(shape).expanduser().exists():
         raise ConfigError(

@@ -21,7 +21,7 @@ from stoop.bench.offline import Load, random_prompts
 from stoop.bench.profile import DeviceTimes, Trace, device_times, read_trace, tracing
 from stoop.bench.shapes import open_shape
 from stoop.bench.spec import Start
-from stoop.config.errors import ConfigError
+from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.schema import ModelSpec
 from stoop.core.kv_layout import DTYPE_BYTES
 from stoop.core.request import Request, TokenRules
@@ -168,7 +168,13 @@ def start_shaped(
     """An engine that is as large as the loads need."""
     sizes = engine_sizes(loads, num_drafts, engine)
     with open_shape(shape, num_drafts, sizes["max_model_len"]) as (model, options):
-        return start(model, {**engine, **options, **sizes})
+        try:
+            return start(model, {**engine, **options, **sizes})
+        except MemoryShortage as error:
+            raise ConfigError(
+                f"--shape {shape}: {error.problem}; choose a smaller shape, or lower --batch, "
+                "--prompt-len or --context"
+            ) from None
 
 
 def engine_sizes(
@@ -183,8 +189,8 @@ def engine_sizes(
         max_tokens = max(2048, 2 * num_decoding)
     if max_tokens < 2 * num_decoding:
         raise ConfigError(
-            f"max_num_batched_tokens={max_tokens} leaves prompts too little beside "
-            f"{num_decoding} tokens of decodes: use at least {2 * num_decoding}"
+            f"max_num_batched_tokens={max_tokens} leaves too little for prompts beside the "
+            f"{num_decoding} tokens of decoding requests: use at least {2 * num_decoding}"
         )
     longest = max(load.length for load in loads)
     unseen = max(min(load.length, block_size) if load.planted else load.length for load in loads)

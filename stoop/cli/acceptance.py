@@ -20,7 +20,7 @@ def print_acceptance(counts: SpecCounts) -> None:
     table.add_column("position")
     for position in range(len(rates)):
         table.add_column(str(position + 1), justify="right")
-    table.add_column("tokens a step", justify="right")
+    table.add_column("tokens per step", justify="right")
     cells = [f"{rate:.0%}" for rate in rates]
     table.add_row("accepted", *cells, f"{counts.mean_acceptance_length:.2f}")
     Console(stderr=True, file=sys.stderr).print(table)

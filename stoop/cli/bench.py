@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoop.cli.options import DEFAULT_MODEL, Command, Model, engine_flags
+from stoop.cli.options import (
+    DEFAULT_MODEL,
+    Command,
+    Model,
+    check_engine,
+    engine_flags,
+    engine_help,
+)
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
+from stoop.config.speculation import MAX_DRAFTS, asks_for_auto, parse_speculation
 
 if TYPE_CHECKING:
     from stoop.bench.acceptance import Questions
@@ -19,28 +27,28 @@ if TYPE_CHECKING:
     from stoop.llm import LLM
 
 bench = typer.Typer(
-    help="Measure speed. The last line of the output is JSON.", no_args_is_help=True
+    help="Run a benchmark. The last line of its output is JSON.", no_args_is_help=True
 )
 
-InputLen = Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens of a request")]
-OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens of a request")]
+InputLen = Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens per request")]
+OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens per request")]
 Shape = Annotated[
     str,
     typer.Option(
-        help="llama-8b, llama-1b or smollm2-135m: dummy weights; or the path of a model folder or "
-        "GGUF file: its own weights"
+        help="llama-8b, llama-1b or smollm2-135m with random weights, or the path of a model "
+        "folder or GGUF file"
     ),
 ]
 Drafts = Annotated[
     int,
-    typer.Option("--k", help="drafts a step, by an EAGLE-3 head that is never right; 0: plain"),
+    typer.Option("--k", help="drafts per step, by an EAGLE-3 head that is never right; 0 for none"),
 ]
-PromptLen = Annotated[int, typer.Option(min=1, help="prompt tokens of a request")]
+PromptLen = Annotated[int, typer.Option(min=1, help="prompt tokens per request")]
 Context = Annotated[
     int | None,
-    typer.Option(min=1, help="instead of a prompt: so many tokens with made-up KV, not computed"),
+    typer.Option(min=1, help="tokens of made-up KV per request, instead of a prompt"),
 ]
-StepGraphMode = Annotated[str, typer.Option(help="as for an engine")]
+StepGraphMode = Annotated[str, typer.Option(help=engine_help("graph_mode"))]
 
 # Options that follow from the shape and the load.
 _SET_BY_LOAD = (
@@ -74,12 +82,13 @@ def _question_flags(command: Command) -> Command:
 @engine_flags
 def throughput(
     model: Model = DEFAULT_MODEL,
-    num_prompts: Annotated[int, typer.Option(min=1, help="requests in all")] = 16,
+    num_prompts: Annotated[int, typer.Option(min=1, help="number of requests")] = 16,
     input_len: InputLen = 64,
     output_len: OutputLen = 64,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """All requests at once, as many running together as max_num_seqs allows."""
+    """Measure throughput: all requests at once, --max-num-seqs of them running together."""
+    check_engine(model, engine)
     from stoop.bench.offline import Load, measure_throughput
     from stoop.bench.report import print_throughput
 
@@ -92,41 +101,45 @@ def throughput(
 def latency(
     model: Model = DEFAULT_MODEL,
     batch_size: Annotated[
-        str, typer.Option(help="requests at a time; several sizes as 1,8")
+        str, typer.Option(help="requests at a time; several sizes as in 1,8")
     ] = "1,8",
     input_len: Annotated[
-        str, typer.Option(help="prompt tokens of a request; several lengths as 512,4096")
+        str, typer.Option(help="prompt tokens per request; several lengths as in 512,4096")
     ] = "40",
     output_len: OutputLen = 64,
-    repeat: Annotated[int, typer.Option(min=1, help="runs of each size")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="runs per size")] = 3,
     shape: Annotated[
-        str | None, typer.Option(help="instead of a model: as for `bench step`")
+        str | None,
+        typer.Option(help="measure this shape instead of a model; see `stoop bench step --help`"),
     ] = None,
-    k: Annotated[int, typer.Option("--k", help="with --shape: as for `bench step`")] = 0,
+    k: Annotated[
+        int,
+        typer.Option("--k", help="drafts per step, with --shape; see `stoop bench step --help`"),
+    ] = 0,
     peer: Annotated[
         str | None,
-        typer.Option(help="transformers: measure its generate in the same run and dtype"),
+        typer.Option(help="transformers: measure its generate too, in the same runs and dtype"),
     ] = None,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Fixed batches from prompt to last token: time to first token, between tokens, tokens/s."""
-    from stoop.bench.offline import Load, measure_latency
-    from stoop.bench.report import print_latency
-    from stoop.bench.shapes import open_shape
-    from stoop.config.speculation import asks_for_auto
-
+    """Measure time to first token, time between tokens and tokens/s of fixed batches."""
     sizes, lengths = _sizes(batch_size), _sizes(input_len)
     if peer not in (None, "transformers"):
-        raise ConfigError(f"--peer {peer}: transformers is the only one")
+        raise ConfigError(f"--peer {peer}: use transformers, the only one there is")
     if peer and importlib.util.find_spec(peer) is None:
         raise ConfigError(f"--peer {peer}: it is not installed here; pip install {peer}")
     if k and shape is None:
-        raise ConfigError(f"--k {k} is about the head of a --shape: add one, or use -sc")
+        raise ConfigError(f"--k {k} sets the head of a --shape: add one, or use -sc")
     drafted = not asks_for_auto(engine["speculative_config"])
     if shape is not None and (model != DEFAULT_MODEL or (k and drafted)):
-        raise ConfigError("--shape is the model, and --k its head: leave out the other ones")
+        raise ConfigError("--shape sets the model and --k its head: leave out the model and -sc")
     if engine["max_num_seqs"] is None:
         engine = {**engine, "max_num_seqs": max(sizes)}
+    check_engine(model, engine)
+    from stoop.bench.offline import Load, measure_latency
+    from stoop.bench.report import print_latency
+    from stoop.bench.shapes import open_shape
+
     if shape is None:
         llm = start_llm(model, engine)
     else:
@@ -143,27 +156,29 @@ def latency(
 def step(
     shape: Shape = "llama-8b",
     k: Drafts = 3,
-    batch: Annotated[str, typer.Option(help="requests at a time; several as 1,8")] = "1,8,32,64",
+    batch: Annotated[str, typer.Option(help="requests at a time; several as in 1,8")] = "1,8,32,64",
     prompt_len: PromptLen = 512,
     context: Context = None,
     graph_mode: StepGraphMode = "step",
-    steps: Annotated[int, typer.Option(min=1, help="timed steps of a run")] = 256,
-    repeat: Annotated[int, typer.Option(min=1, help="runs of each batch; the median counts")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="timed steps per run")] = 256,
+    repeat: Annotated[int, typer.Option(min=1, help="runs per batch size; the median counts")] = 3,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Milliseconds of a decode step in the engine's own loop, beside the time to read its memory.
+    """Measure the time of a decode step, next to the time to read its weights and KV cache.
 
-    floor: weights and live KV once, the head's K times, at the read bandwidth measured here;
-    host: the part of a step in which the host does not wait for the device.
-    On CUDA, with a further run under torch.profiler:
-    kernels: how many a step has, copies and fills among them; busy: any of them runs;
-    idle: what a step takes beyond what it launches, which is busy or pauses inside a graph.
+    floor: time to read the weights and live KV once, and the head's K times, at the memory
+    bandwidth measured here. host: the part of a step in which the host does not wait for the
+    device.
+
+    On CUDA a further run under torch.profiler gives: kernels, how many a step launches, copies and
+    fills included; busy, the time in which any of them runs; idle, the rest of the step.
     """
+    sizes, engine = _sizes(batch), {**engine, "graph_mode": graph_mode}
+    check_engine(shape, {**engine, "max_num_seqs": 1})
     from stoop.bench.report import print_steps
     from stoop.bench.step import measure_steps
 
-    loads = [_step_load(size, prompt_len, context, steps) for size in _sizes(batch)]
-    engine = {**engine, "graph_mode": graph_mode}
+    loads = [_step_load(size, prompt_len, context, steps) for size in sizes]
     print_steps(measure_steps(shape, k, loads, repeat, engine, start_llm))
 
 
@@ -179,14 +194,16 @@ def profile(
     out: Annotated[str, typer.Option(help="file for the Chrome trace")] = "trace.json",
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """What a decode step spends its time on, by kernel or CPU operation, and a Chrome trace."""
+    """Show what a decode step spends its time on, and write a Chrome trace."""
+    _check_file("--out", Path(out))
+    engine = {**engine, "graph_mode": graph_mode}
+    check_engine(shape, {**engine, "max_num_seqs": 1})
     from stoop.bench.profile import kernel_rows
     from stoop.bench.report import print_profile
     from stoop.bench.step import record_steps, start_shaped
 
-    _check_file("--out", Path(out))
     load = _step_load(batch, prompt_len, context, steps=1)
-    llm = start_shaped(shape, k, [load], {**engine, "graph_mode": graph_mode}, start_llm)
+    llm = start_shaped(shape, k, [load], engine, start_llm)
     trace, span = record_steps(llm, load, Path(out))
     print_profile(shape, llm.config, load, kernel_rows(trace, span.steps), out)
 
@@ -195,20 +212,21 @@ def profile(
 def peer(
     shape: Annotated[str, typer.Option(help="llama-8b, llama-1b or smollm2-135m")] = "llama-8b",
     k: Drafts = 3,
-    batch: Annotated[str, typer.Option(help="requests at a time; several as 1,8")] = "1,8,32",
-    prompt_len: Annotated[int, typer.Option(min=1, help="prompt tokens of each request")] = 512,
+    batch: Annotated[str, typer.Option(help="requests at a time; several as in 1,8")] = "1,8,32",
+    prompt_len: Annotated[int, typer.Option(min=1, help="prompt tokens per request")] = 512,
     first_token: Annotated[
-        str, typer.Option(help="prompts whose first token is timed too, such as 512,4096")
+        str, typer.Option(help="prompt lengths to time the first token for, such as 512,4096")
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="timed steps of a run")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="timed steps per run")] = 128,
     repeat: Annotated[int, typer.Option(min=1, help="runs of each; the median counts")] = 3,
     python: Annotated[
-        str | None, typer.Option(help="the Python that has vLLM; default: the one that runs stoop")
+        str | None,
+        typer.Option(help="Python interpreter that has vLLM; default: the one that runs stoop"),
     ] = None,
 ) -> None:
-    """vLLM on the same shape and by the same method as `bench step`, to be run beside it.
+    """Measure vLLM on the same shape and by the same method as `bench step`.
 
-    Dummy weights, greedy, prefix caching off, a graph of the very size of each batch.
+    Random weights, greedy, prefix caching off, a graph of exactly the size of each batch.
     """
     from stoop.bench.peer import PeerLoad, measure_vllm
     from stoop.bench.report import print_peer
@@ -228,10 +246,10 @@ def _step_load(batch: int, prompt_len: int, context: int | None, steps: int) -> 
 def graphs(
     model: Model = DEFAULT_MODEL,
     modes: Annotated[
-        str, typer.Option(help="graph modes, with commas between")
+        str, typer.Option(help="graph modes, separated by commas")
     ] = "none,piecewise,full,step",
     contexts: Annotated[
-        str, typer.Option(help="prompt tokens, with commas between")
+        str, typer.Option(help="prompt lengths in tokens, separated by commas")
     ] = "32,256,1024",
     batch_size: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
     output_len: OutputLen = 24,
@@ -241,12 +259,9 @@ def graphs(
         str, typer.Option(help="auto, float64, float32, bfloat16 or float16")
     ] = "auto",
 ) -> None:
-    """Milliseconds of a decode step in each graph mode, as the context grows."""
-    from stoop.bench.offline import Load, measure_modes
-    from stoop.bench.report import print_modes
-
-    loads = [Load(batch_size, context, output_len) for context in _sizes(contexts)]
-    longest = max(load.input_len for load in loads) + output_len
+    """Measure a decode step in each graph mode as the context grows."""
+    lengths = _sizes(contexts)
+    longest = max(lengths) + output_len
     options = {
         "device": device,
         "dtype": dtype,
@@ -255,38 +270,52 @@ def graphs(
         "num_kv_blocks": 2 * batch_size * (longest // 16 + 1) + 1,  # several engines share memory
         "speculative_config": None,
     }
-    llms = {mode: start_llm(model, {**options, "graph_mode": mode}) for mode in modes.split(",")}
+    chosen = {mode: {**options, "graph_mode": mode} for mode in modes.split(",")}
+    for each in chosen.values():
+        check_engine(model, each)
+    from stoop.bench.offline import Load, measure_modes
+    from stoop.bench.report import print_modes
+
+    loads = [Load(batch_size, length, output_len) for length in lengths]
+    llms = {mode: start_llm(model, each) for mode, each in chosen.items()}
     print_modes(loads, measure_modes(llms, loads, repeat))
 
 
 @bench.command()
 def spec(
-    k: Annotated[str, typer.Option("--k", help="drafts a step, with commas between")] = "1,2,4,8",
+    k: Annotated[str, typer.Option("--k", help="drafts per step, separated by commas")] = "1,2,4,8",
     batch_size: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
     output_len: OutputLen = 64,
     layers: Annotated[
-        int, typer.Option(min=1, help="of the toy target; its head has one: the more, the cheaper")
+        int,
+        typer.Option(
+            min=1, help="layers of the toy model; its head has one, so more make drafts cheaper"
+        ),
     ] = 24,
     repeat: Annotated[int, typer.Option(min=1, help="rounds; engines take turns in each")] = 3,
-    graph_mode: Annotated[str, typer.Option(help="as for an engine")] = "step",
+    graph_mode: Annotated[str, typer.Option(help=engine_help("graph_mode"))] = "step",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
 ) -> None:
-    """Tokens/s of a toy target by number of drafts, with a head that is always right and with one
-    that is useless: what speculation can gain, and what it costs."""
-    from stoop.bench.offline import Load
-    from stoop.bench.report import print_drafts
-    from stoop.bench.spec import measure_drafts
+    """Measure what speculation can gain and what it costs, on a toy model.
 
-    ks, load = _sizes(k), Load(batch_size, 8, output_len)
+    One head is always right and one is never: tokens/s of both for each number of drafts.
+    """
+    ks, input_len = _sizes(k), 8
     options = {
         "device": device,
         "graph_mode": graph_mode,
         "max_num_seqs": batch_size,
-        "max_model_len": load.input_len + output_len,
+        "max_model_len": input_len + output_len,
         "max_num_batched_tokens": max(64, batch_size * (max(ks) + 1)),
         "skip_tokenizer_init": True,
         "capture_sizes": None if graph_mode == "none" else str(batch_size),
     }
+    check_engine("toy", options)
+    from stoop.bench.offline import Load
+    from stoop.bench.report import print_drafts
+    from stoop.bench.spec import measure_drafts
+
+    load = Load(batch_size, input_len, output_len)
     print_drafts(load, measure_drafts(ks, load, layers, options, repeat, start_llm))
 
 
@@ -296,40 +325,38 @@ def acceptance(
     model: Model = DEFAULT_MODEL,
     questions: Annotated[
         list[Path],
-        typer.Option(help="jsonl with turns (the first counts), prompt or text; may be repeated"),
+        typer.Option(help=".jsonl file with turns (the first is used), prompt or text; repeatable"),
     ] = [],  # noqa: B006
     k: Annotated[
-        str, typer.Option("--k", help="drafts a step, with commas between")
+        str, typer.Option("--k", help="drafts per step, separated by commas")
     ] = "1,2,3,4,5,6,7,8",
     speed_k: Annotated[
         str | None,
-        typer.Option(
-            "--speed-k",
-            help="K to time, with an engine for each, or none; default: that of -sc",
-        ),
+        typer.Option("--speed-k", help="numbers of drafts to time, or none; default: as in -sc"),
     ] = None,
-    temperature: Annotated[str, typer.Option(help="with commas between; 0 is greedy")] = "0,1",
-    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 256,
+    temperature: Annotated[str, typer.Option(help="one or more; 0 is greedy")] = "0,1",
+    max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 256,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="so many questions of each file, spread over it")
+        int | None, typer.Option(min=1, help="use this many questions per file, spread over it")
     ] = None,
     batch_size: Annotated[
         int, typer.Option(min=1, help="requests at a time where speed is measured")
     ] = 1,
     acceptance_batch: Annotated[
-        int, typer.Option(min=1, help="requests at a time for K that are not timed")
+        int, typer.Option(min=1, help="requests at a time where only acceptance is measured")
     ] = 16,
     raw: Annotated[
-        bool, typer.Option("--raw", help="questions as they are, without the chat template")
+        bool, typer.Option("--raw", help="use questions as they are, without the chat template")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG file; needs matplotlib")] = None,
     out: Annotated[Path | None, typer.Option(help="file for the JSON line")] = None,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """How many drafts stand when a model answers questions, by K; and tokens/s beside plain ones.
+    """Measure how many drafts are accepted when a model answers questions, and the speedup.
 
-    Answers end as they do for users, and seeds are fixed. Engines are started one after another.
+    Answers end at the end-of-text token, and seeds are fixed. Engines start one after another.
     """
+    check_engine(model, {**engine, "max_num_seqs": 1})
     from stoop.bench.acceptance import Plan, measure_acceptance
     from stoop.bench.acceptance_report import draw_acceptance, print_acceptance
 
@@ -348,14 +375,13 @@ def acceptance(
 
     plan = Plan(ks, timed, temperatures, max_tokens, batch_size, acceptance_batch)
     report = measure_acceptance(start, asked, plan, _say)
+    print_acceptance(report, model, drafter, out)
     if plot is not None:
         draw_acceptance(report, plot, _say)
-    print_acceptance(report, model, drafter, out)
 
 
 def _drafter(engine: dict[str, Any], model: str) -> dict[str, Any]:
     """What -sc says, checked."""
-    from stoop.config.speculation import parse_speculation
     from stoop.engine.drafter import spelled_out
     from stoop.worker.device import find_device
 
@@ -367,13 +393,11 @@ def _drafter(engine: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def _drafts(text: str) -> tuple[int, ...]:
-    from stoop.config.speculation import MAX_DRAFTS
-
     if not text:
-        raise ConfigError("-sc lacks num_speculative_tokens: add it, or say --speed-k 3")
+        raise ConfigError("-sc lacks num_speculative_tokens: add it, or give --speed-k 3")
     ks = sorted(set(_sizes(text)))
     if ks[-1] > MAX_DRAFTS:
-        raise ConfigError(f"K = {ks[-1]}: use 1 to {MAX_DRAFTS}")
+        raise ConfigError(f"K = {ks[-1]}: use 1 to {MAX_DRAFTS} drafts per step")
     return tuple(ks)
 
 
@@ -406,9 +430,9 @@ def _read_questions(
 def _check_file(flag: str, path: Path | None, needs: str | None = None) -> None:
     """That it can be written, before there is something to write. needs: a library"""
     if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{flag} {path}: its folder does not exist, make it first")
+        raise ConfigError(f"{flag} {path}: its folder does not exist, create it first")
     if path is not None and path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder: name a file")
+        raise ConfigError(f"{flag} {path} is a folder: give a file")
     if path is not None and needs is not None and importlib.util.find_spec(needs) is None:
         raise ConfigError(f"{flag} needs {needs}: pip install 'stoop[train]', or leave it out")
 
@@ -423,5 +447,5 @@ def _sizes(text: str) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise ConfigError(f"{text!r}: use numbers of at least 1 with commas between, such as 1,8")
+        raise ConfigError(f"{text!r}: use numbers of at least 1 separated by commas, such as 1,8")
     return sizes

@@ -7,12 +7,20 @@ from typing import Annotated, Any
 import typer
 
 from stoop.cli.acceptance import print_acceptance
-from stoop.cli.options import DEFAULT_MODEL, Model, sampling_flags, text_engine_flags
+from stoop.cli.lines import LineReader
+from stoop.cli.options import (
+    DEFAULT_MODEL,
+    Model,
+    check_engine,
+    sampling_flags,
+    text_engine_flags,
+)
 from stoop.cli.start import start_llm
+from stoop.cli.streams import as_text
 from stoop.config.errors import RequestError
 from stoop.core.sampling_params import SamplingParams
 
-HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D leaves."
+HELP = "Ctrl-C stops an answer; /reset starts over; /exit or Ctrl-D quits."
 
 
 @text_engine_flags
@@ -25,40 +33,32 @@ def chat(
     engine: dict[str, Any] = {},  # noqa: B006
     sampling: SamplingParams = SamplingParams(),
 ) -> None:
-    """Talk with a model. Answers stream; Ctrl-C stops the answer, not the program."""
+    """Chat with a model. Answers stream; Ctrl-C stops the answer, not the program."""
     if sampling.n != 1 or sampling.logprobs is not None:
-        raise RequestError("a chat shows one answer a turn: leave out -n and --logprobs")
+        raise RequestError("chat prints one answer per turn, as text: leave out -n and --logprobs")
+    check_engine(model, engine)
+    if system is not None:
+        system = as_text(system, "--system")
     if sampling.seed is None:
         engine = {**engine, "seed": time.time_ns() % 2**31}  # a new conversation every time
     llm = start_llm(model, engine)
     llm.get_tokenizer().render_chat([{"role": "user", "content": "?"}])  # refuse early
     print(HELP, file=sys.stderr)
-    conversation = Conversation(llm, system, sampling)
-    while (line := _read_line()) is not None:
+    _converse(Conversation(llm, system, sampling), LineReader())
+    print_acceptance(llm.engine.scheduler.stats.spec)
+
+
+def _converse(conversation: "Conversation", lines: LineReader) -> None:
+    while (line := lines.read()) is not None:
         command = line.strip()
         if command in ("/exit", "/quit"):
-            break
+            return
         if command == "/reset":
             conversation.reset()
         elif command.startswith("/"):
             print(HELP, file=sys.stderr)
         elif command:
             conversation.answer(line)
-    print_acceptance(llm.engine.scheduler.stats.spec)
-
-
-def _read_line() -> str | None:
-    """A line of input; None at its end. Ctrl-C at the prompt clears the line."""
-    prompt = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            return input(prompt)
-        except EOFError:
-            if prompt:
-                print()  # leave the shell a line of its own
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
 
 
 class Conversation:
@@ -106,8 +106,8 @@ class Conversation:
                 return ids
             if len(self.turns) == 1:
                 raise RequestError(
-                    f"the message has {len(ids)} tokens and the model's {limit} leave no room for "
-                    "an answer: shorten it"
+                    f"the message has {len(ids)} tokens and max_model_len={limit} leaves no room "
+                    "for an answer: shorten it"
                 )
             del self.turns[: min(2, len(self.turns) - 1)]
-            print("[the oldest turn was dropped to make room]", file=sys.stderr)
+            print("[dropped the oldest turn to make room]", file=sys.stderr)

@@ -34,29 +34,32 @@ def _check_flags(command: Any) -> Any:
 def check(
     model: Annotated[
         str,
-        typer.Argument(help="tiny (random weights), smollm2-135m, a folder, a GGUF file, a hub id"),
+        typer.Argument(
+            help="tiny (random weights), smollm2-135m, a folder, a GGUF file or a model id"
+        ),
     ] = "tiny",
     modes: Annotated[
-        str, typer.Option(help="graph modes to check, with commas between; default: all")
+        str,
+        typer.Option(help="graph modes to check, separated by commas", show_default="all"),
     ] = ",".join(GRAPH_MODES[1:]),
     backends: Annotated[
         str,
         typer.Option(
-            help="attention backends to check, with commas between; default: the device's"
+            help="attention backends to check, separated by commas; default: all that run here"
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="JSON alone, no table")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print only JSON, no table")] = False,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Prove every graph replay equal to eager, to the bit, with the sanitizer on.
+    """Check that every graph replay equals eager execution, bit for bit.
 
-    With a drafter (-sc; its model may be "tiny" beside the tiny model) its phases are checked too.
-    The last line is JSON; the exit code is 1 if anything differs.
+    The sanitizer is on. With a drafter (-sc) its phases are checked too; its model may be "tiny" if
+    the model is. The last line is JSON; the exit code is 1 if anything differs.
     """
-    from stoop.check.graphs import TINY, run_checks, tiny_model
-
     chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
     chosen_backends = _chosen("--backends", backends, ATTENTION_BACKENDS) if backends else None
+    from stoop.check.graphs import TINY, run_checks, tiny_model
+
     place = tiny_model(engine) if model == TINY else nullcontext((model, engine))
     with place as (folder, options), StageProgress() as report:
         cases = list(run_checks(folder, chosen_modes, chosen_backends, options, report))

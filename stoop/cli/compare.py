@@ -6,10 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import DEFAULT_MODEL, Model, text_engine_flags
+from stoop.cli.options import DEFAULT_MODEL, Model, check_engine, text_engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
+from stoop.config.speculation import asks_for_auto, parse_speculation
 
+NO_DRAFTER = "compare needs a drafter: give one with -sc"
 QUESTIONS = (
     "What is the capital of France?",
     "Write a short poem about the sea.",
@@ -26,31 +28,38 @@ QUESTIONS = (
 def compare(
     model: Model = DEFAULT_MODEL,
     prompts: Annotated[
-        Path | None, typer.Option(help="a text file with a prompt a line; default: eight questions")
+        Path | None,
+        typer.Option(help="text file with one prompt per line; default: eight questions"),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="of each answer")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="maximum length of an answer, in tokens")
+    ] = 64,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Greedy answers with the drafter (-sc) beside those of plain decoding, alone and in a batch.
+    """Check that greedy answers with a drafter (-sc) equal those of plain decoding.
 
-    Prints the share of equal answers and, for each that parts, how far the best token led there,
-    beside the noise of such a lead as measured where answers agree. The last line is JSON; the exit
-    code is 1 if an answer parts at a lead beyond the noise.
+    Each prompt is answered alone and in a batch. Where two answers differ, the command prints by
+    how much the best token led the second best, next to the numerical noise of such a lead,
+    measured where the answers agree. The last line is JSON; the exit code is 1 if an answer differs
+    at a lead above the noise.
     """
+    check_engine(model, engine)
+    given = engine["speculative_config"]
+    if not asks_for_auto(given) and parse_speculation(given) is None:
+        raise ConfigError(NO_DRAFTER)
+    asked = _read(prompts) if prompts else list(QUESTIONS)
     from stoop.check.answers import check_answers
-    from stoop.config.speculation import parse_speculation
     from stoop.engine.drafter import spelled_out
     from stoop.worker.device import find_device
 
     drafter = spelled_out(engine["speculative_config"], model, find_device(engine["device"]))
     if parse_speculation(drafter) is None:
-        raise ConfigError("compare needs a drafter to compare with: give one with -sc")
+        raise ConfigError(NO_DRAFTER)
     engine = {**engine, "speculative_config": drafter}
-    asked = _read(prompts) if prompts else list(QUESTIONS)
     with StageProgress() as report:
         found = check_answers(model, engine, asked, max_tokens, report)
     print(f"{found.num_equal} of {found.num_answers} answers equal, {found.num_tokens} tokens")
-    print(f"noise of the lead of the best token over the second: {found.noise:.2g}")
+    print(f"noise in the lead of the best token over the second best: {found.noise:.2g}")
     for each in found.divergences:
         state = "within noise" if each.gap <= found.noise else "NOT EXPLAINED"
         print(f"prompt {each.prompt + 1}, token {each.position + 1}: lead {each.gap:.4f}, {state}")
@@ -69,14 +78,14 @@ def compare(
 
 def _read(path: Path) -> list[str]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise ConfigError(
-            f"--prompts {path} does not exist: name a file of yours, with a prompt a line"
+            f"--prompts {path} does not exist: give a text file with one prompt per line"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}") from None
     found = [line for line in lines if line.strip()]
     if not found:
-        raise ConfigError(f"--prompts {path} is empty: write a prompt a line")
+        raise ConfigError(f"--prompts {path} is empty: write one prompt per line")
     return found

@@ -13,7 +13,7 @@ Round = Callable[[], list[RequestOutput]]
 
 
 def decode_speed(outputs: Sequence[RequestOutput]) -> float:
-    """Tokens a second behind the first: what came before is the prompt's, drafts or not."""
+    """Tokens per second after the first: the time before it is the prompt's, drafts or not."""
     num_answers = sum(len(output.outputs) for output in outputs)
     num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     first = min(output.times.first_token or output.times.arrival for output in outputs)
@@ -38,13 +38,13 @@ def print_gain(
     plain_speeds: Sequence[float],
 ) -> None:
     texts = [[[a.text for a in each.outputs] for each in some] for some in (outputs, plain)]
-    equal = "the same answer" if texts[0] == texts[1] else "another answer"
+    equal = "the same answer" if texts[0] == texts[1] else "a different answer"
     speed, plain_speed = statistics.median(speeds), statistics.median(plain_speeds)
     line = (
-        f"behind the first token {speed:.1f} tokens/s, without drafts {plain_speed:.1f} tokens/s, "
+        f"after the first token {speed:.1f} tokens/s, without drafts {plain_speed:.1f} tokens/s, "
         f"{equal}: drafts make it {speed / max(plain_speed, 1e-9):.2f} times as fast"
     )
     spread = max(max(some) / max(min(some), 1e-9) for some in (speeds, plain_speeds))
     if spread > MAX_SPREAD:
-        line += f", though rounds of the same engine differ by {spread:.1f} times here"
+        line += f", though runs of the same engine differ by {spread:.1f} times here"
     print(line, file=sys.stderr)

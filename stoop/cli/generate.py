@@ -10,8 +10,16 @@ import typer
 
 from stoop.cli.acceptance import print_acceptance
 from stoop.cli.gain import measure, print_gain
-from stoop.cli.options import DEFAULT_MODEL, Model, sampling_flags, text_engine_flags
+from stoop.cli.options import (
+    DEFAULT_MODEL,
+    Model,
+    check_engine,
+    sampling_flags,
+    text_engine_flags,
+)
+from stoop.cli.prompts import read_prompts
 from stoop.cli.start import start_llm
+from stoop.cli.streams import json_line
 from stoop.config.errors import RequestError
 from stoop.core.outputs import RequestOutput, SpecCounts
 from stoop.core.sampling_params import SamplingParams
@@ -24,32 +32,36 @@ WARM_TOKENS = 8
 def generate(
     model: Model = DEFAULT_MODEL,
     prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="may be repeated; - reads standard input")
+        list[str],
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="text to continue; may be repeated; - is standard input, which is also read if "
+            "there is no --prompt and it is not a terminal",
+        ),
     ] = [],  # noqa: B006
     chat: Annotated[
-        bool, typer.Option("--chat", help="put the prompt through the model's chat template")
+        bool, typer.Option("--chat", help="apply the model's chat template to the prompt")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object a prompt, then one of metrics")
+        bool, typer.Option("--json", help="print one JSON object per prompt, then one with metrics")
     ] = False,
     beside_plain: Annotated[
         bool,
         typer.Option(
-            "--beside-plain", help="answer again, with drafts and without, and print both speeds"
+            "--beside-plain", help="answer again with and without drafts and print both speeds"
         ),
     ] = False,
     engine: dict[str, Any] = {},  # noqa: B006
     sampling: SamplingParams = SamplingParams(),
 ) -> None:
-    """Answer prompts and print tokens per second."""
-    # Whoever pipes a line does not mean its end.
-    prompts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt]
-    if not prompts:
-        raise RequestError('there is no prompt: add --prompt "your text"')
+    """Generate text for one or more prompts and print the speed."""
+    check_engine(model, engine)
     if sampling.logprobs is not None and not as_json:
-        raise RequestError("--logprobs shows only in JSON: add --json")
+        raise RequestError("--logprobs are printed only in JSON: add --json")
     if beside_plain and as_json:
-        raise RequestError("--beside-plain prints for people: leave out --json")
+        raise RequestError("--beside-plain does not print JSON: leave out --json")
+    prompts = read_prompts(prompt)
     llm: Any = start_llm(model, engine)
     ready: list[Any] = list(prompts)
     if chat:
@@ -66,7 +78,9 @@ def generate(
     print(_summary(outputs, seconds), file=sys.stderr)
     print_acceptance(SpecCounts.sum(outputs, llm.config.schedule.num_drafts))
     if beside_plain and llm.config.spec is None:
-        print("there were no drafts, so this is the plain speed (-sc: a drafter)", file=sys.stderr)
+        print(
+            "there were no drafts, so this is the plain speed (-sc sets a drafter)", file=sys.stderr
+        )
     elif beside_plain:
         drafted = measure(lambda: _answer(llm, ready, sampling, shown, again=True)[0], outputs)
         llm = None  # its memory is the next one's
@@ -139,7 +153,7 @@ def _print_json(outputs: list[RequestOutput], seconds: float, metrics: dict[str,
             answer |= completion.spec.as_metrics() if completion.spec else {}
         record["ttft_s"] = round(times["first_token"] - times["arrival"], 6)
         record["e2e_s"] = round(times["finished"] - times["arrival"], 6)
-        print(json.dumps(record, ensure_ascii=False))
+        print(json_line(record))
     num_tokens = _num_tokens(outputs)
     print(
         json.dumps(

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,16 +10,21 @@ from stoop.cli.bench import bench
 from stoop.cli.chat import chat
 from stoop.cli.check import check
 from stoop.cli.compare import compare
+from stoop.cli.failures import explain
 from stoop.cli.generate import generate
+from stoop.cli.help import HelpfulGroup
 from stoop.cli.models import models
 from stoop.cli.pull import pull
+from stoop.cli.streams import ReaderGone, settle_output, standard_streams
 from stoop.cli.train import train_draft
 from stoop.cli.tune import tune
 from stoop.config.environ import log_level
-from stoop.config.errors import StoopError
 from stoop.version import __version__
 
+log = logging.getLogger(__name__)
+
 app = typer.Typer(
+    cls=HelpfulGroup,
     help="An LLM inference engine: exact, fast, readable.",
     no_args_is_help=True,
     add_completion=False,
@@ -48,7 +53,7 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="print the version and leave", callback=_show_version, is_eager=True
+            "--version", help="print the version and exit", callback=_show_version, is_eager=True
         ),
     ] = False,
 ) -> None:
@@ -57,14 +62,40 @@ def _root(
 
 def main() -> None:
     """Run a command; an error that the user can mend is one sentence, not a traceback."""
+    with standard_streams():
+        code = _run(sys.argv[1:])
+    raise SystemExit(code)
+
+
+def _run(args: list[str]) -> int:
+    """The exit code: 0, 1 if a check failed, 2 for an error, or that of a signal."""
     try:
-        app()
-    except StoopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        sys.stdout.write("")  # refuses a closed one before anything is loaded
+        code = _invoke(args)
+        sys.stdout.flush()  # at the interpreter's exit it is too late to report a full disk
+        return code
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        sys.stderr.close()
-        raise SystemExit(141) from None
+        code = 130
+    except ReaderGone:
+        code = 141
+    except Exception as error:
+        sentence = explain(error)
+        if sentence is None:
+            raise
+        log.debug("the traceback of this error:", exc_info=error)
+        print(sentence, file=sys.stderr)
+        code = 2
+    settle_output()
+    return code
+
+
+def _invoke(args: list[str]) -> int:
+    """As typer does, but with errors left as they are."""
+    command: Any = typer.main.get_command(app)
+    try:
+        with command.make_context("stoop", args) as context:
+            command.invoke(context)
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    return 0

@@ -10,35 +10,40 @@ from typing import Annotated, Any
 
 import typer
 
+from stoop.cli.streams import as_text
+from stoop.config.check import check_options
 from stoop.config.errors import RequestError
+from stoop.config.resolve import make_options
 from stoop.config.schema import EngineOptions
 from stoop.core.sampling_params import SamplingParams
 
 Command = Callable[..., None]
 DEFAULT_MODEL = "smollm2-135m"
-Model = Annotated[str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a hub id")]
+Model = Annotated[
+    str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a Hugging Face model id")
+]
 
 SAMPLING_HELP = {
-    "n": "answers for each prompt",
-    "temperature": "0 is greedy",
-    "top_p": "sample from the fewest tokens that reach this probability together",
-    "top_k": "sample from this many likeliest tokens; 0: all",
-    "min_p": "drop tokens less likely than this share of the likeliest",
-    "repetition_penalty": "above 1 discourages tokens of prompt and answer",
-    "presence_penalty": "above 0 discourages tokens of the answer",
-    "frequency_penalty": "above 0 discourages tokens of the answer, by count",
-    "logit_bias": 'JSON of token id to bias, such as {"42": -100}',
-    "seed": "fixes every random draw of an answer",
-    "stop": "stop at this text; may be repeated",
+    "n": "number of answers per prompt",
+    "temperature": "sampling temperature; 0 is greedy",
+    "top_p": "sample from the smallest set of tokens whose probabilities add up to this",
+    "top_k": "sample from this many most likely tokens; 0 means all",
+    "min_p": "drop tokens less likely than this fraction of the most likely one",
+    "repetition_penalty": "above 1 penalizes tokens of the prompt and the answer so far",
+    "presence_penalty": "above 0 penalizes tokens of the answer so far",
+    "frequency_penalty": "above 0 penalizes tokens of the answer so far by how often they occur",
+    "logit_bias": 'JSON object of token ids and biases, such as {"42": -100}',
+    "seed": "random seed; the same seed gives the same answer",
+    "stop": "stop when this text has been generated; may be repeated",
     "stop_token_ids": "stop at this token id; may be repeated",
     "bad_words": "never generate this text; may be repeated",
     "include_stop_str_in_output": "keep the stop text in the answer",
-    "ignore_eos": "go on past the end-of-text token",
-    "max_tokens": "longest answer, in tokens",
-    "min_tokens": "no stop before this many tokens",
-    "logprobs": "log-probabilities of the token and of this many best ones",
+    "ignore_eos": "keep generating after the end-of-text token",
+    "max_tokens": "maximum length of an answer, in tokens",
+    "min_tokens": "do not stop before this many tokens",
+    "logprobs": "log probabilities of each token and of this many top tokens; needs --json",
     "skip_special_tokens": "leave special tokens out of the text",
-    "num_speculative_tokens": "drafts a step, at most the engine's; 0: none",
+    "num_speculative_tokens": "draft tokens per step, at most what -sc sets; 0 means none",
 }
 
 
@@ -56,6 +61,17 @@ def engine_flags(command: Command, without: tuple[str, ...] = ()) -> Command:
 def text_engine_flags(command: Command) -> Command:
     """For commands that deal in text alone."""
     return engine_flags(command, without=("skip_tokenizer_init",))
+
+
+def engine_help(name: str) -> str:
+    """What a field of `EngineOptions` says of itself."""
+    (found,) = [f for f in dataclasses.fields(EngineOptions) if f.name == name]
+    return str(found.metadata["help"])
+
+
+def check_engine(model: str, engine: dict[str, Any]) -> None:
+    """Refuse wrong engine options at once; to import torch alone takes seconds."""
+    check_options(make_options(model, engine))
 
 
 def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:
@@ -82,6 +98,9 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
                 f"--logit-bias {values['logit_bias']!r} is not JSON: write token ids and biases, "
                 'such as {"42": -100}'
             ) from None
+    for name in ("stop", "bad_words"):
+        flag = f"--{name.replace('_', '-')}"
+        values[name] = [as_text(text, f"{flag} {text!r}") for text in values[name]]
     return SamplingParams(**values)
 
 

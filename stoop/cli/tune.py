@@ -21,15 +21,15 @@ def _tune_flags(command: Any) -> Any:
 def tune(
     model: Model = DEFAULT_MODEL,
     tokens: Annotated[
-        str, typer.Option(help="tokens of a step to measure for, up to 128, with commas between")
+        str, typer.Option(help="tokens per step to measure, up to 128, separated by commas")
     ] = "1,4,8,16,32,64,128",
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Measure, for every matrix product of a model and of its drafter (-sc), whether cuBLAS or one
-    of our kernels is fastest; engines that start later on this GPU follow it.
+    """Measure which kernel is fastest for each matrix product of a model, cuBLAS or one of stoop's.
 
-    Results are kept in the cache folder (STOOP_CACHE); what is known is not measured again. The
-    last line is JSON.
+    Covers the products of the drafter (-sc) too. Results are kept in the cache folder
+    (STOOP_CACHE): engines that start later on this GPU use them, and known ones are not measured
+    again. The last line is JSON.
     """
     from stoop.ops.kernels.linear_choice import MAX_TOKENS
     from stoop.worker.device import find_device
@@ -38,13 +38,13 @@ def tune(
     if not all(1 <= count <= MAX_TOKENS for count in counts):
         raise ConfigError(f"--tokens {tokens}: use numbers from 1 to {MAX_TOKENS}")
     if find_device(engine["device"] or "auto") == "cpu":
-        raise ConfigError("tune measures a GPU: run it where torch sees one, without --device cpu")
+        raise ConfigError("tune measures a GPU: run it on a machine with one, without --device cpu")
     llm = start_llm(model, {**engine, "graph_mode": "none", "skip_tokenizer_init": True})
     runner = llm.engine.runner
     products = runner.find_products()
     if not products:
         dtype = llm.config.device.dtype
-        raise ConfigError(f"our products are for bfloat16 and float16, not {dtype}: give --dtype")
+        raise ConfigError(f"stoop's kernels are for bfloat16 and float16, not {dtype}: set --dtype")
     from stoop.ops.kernels.linear_tuning import tune as measure
 
     rows = []

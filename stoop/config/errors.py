@@ -9,6 +9,14 @@ class ConfigError(StoopError, ValueError):
     """An engine option is unknown, out of range, or cannot be combined with another."""
 
 
+class MemoryShortage(ConfigError):
+    """What was asked for does not fit. The advice is apart: commands have flags of their own."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(f"{problem}: {advice}")
+        self.problem = problem
+
+
 class CheckpointError(StoopError):
     """Files of a model are missing, broken, or of a kind that we cannot load."""
 

@@ -182,83 +182,92 @@ class EngineOptions:
         metadata={"help": "an embedded name, a folder, a GGUF file or a hub id"},
     )
     tokenizer: str | None = field(
-        default=None, metadata={"help": "folder of another tokenizer; default: the model's own"}
+        default=None, metadata={"help": "folder of a different tokenizer; default: the model's own"}
     )
-    revision: str | None = field(default=None, metadata={"help": "hub revision of the model"})
+    revision: str | None = field(
+        default=None, metadata={"help": "branch, tag or commit of a model on the Hugging Face hub"}
+    )
     skip_tokenizer_init: bool = field(
-        default=False, metadata={"help": "token ids in, token ids out; no text"}
+        default=False, metadata={"help": "take and return token ids only, no text"}
     )
     load_format: str = field(
-        default="auto", metadata={"help": "auto, or dummy: random weights from the config alone"}
+        default="auto",
+        metadata={"help": "auto, or dummy for random weights (needs only a config.json)"},
     )
-    seed: int = field(default=0, metadata={"help": "of dummy weights and of unseeded requests"})
+    seed: int = field(
+        default=0, metadata={"help": "random seed of dummy weights and of requests without a seed"}
+    )
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda or cuda:N"})
     dtype: str = field(
         default="auto", metadata={"help": "auto, float64, float32, bfloat16 or float16"}
     )
     max_model_len: int | None = field(
-        default=None, metadata={"help": "longest prompt plus answer; default: the model's"}
+        default=None,
+        metadata={"help": "maximum length of prompt plus answer; default: the model's"},
     )
     max_num_seqs: int | None = field(
-        default=None, metadata={"help": "requests in one step; default: 16 on a CPU, 256 on a GPU"}
+        default=None,
+        metadata={"help": "maximum requests per step; default: 16 on a CPU, 256 on a GPU"},
     )
     max_num_batched_tokens: int | None = field(
-        default=None, metadata={"help": "tokens in one step; default: 2048 on a CPU, 8192 on a GPU"}
+        default=None,
+        metadata={"help": "maximum tokens per step; default: 2048 on a CPU, 8192 on a GPU"},
     )
     enable_chunked_prefill: bool = field(
-        default=True, metadata={"help": "cut long prompts into chunks that share steps"}
+        default=True,
+        metadata={"help": "split long prompts into chunks that share steps with other requests"},
     )
     enable_prefix_caching: bool = field(
         default=True, metadata={"help": "reuse the KV blocks of a prefix seen before"}
     )
-    block_size: int = field(default=16, metadata={"help": "tokens of one KV block"})
+    block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
     num_kv_blocks: int | None = field(
-        default=None, metadata={"help": "exact number of KV blocks, the null block included"}
+        default=None, metadata={"help": "exact number of KV blocks, including the null block"}
     )
     gpu_memory_utilization: float = field(
-        default=0.9, metadata={"help": "share of memory that weights, KV and work space may take"}
+        default=0.9, metadata={"help": "fraction of memory for weights, KV cache and work space"}
     )
     kv_cache_memory: int | str | None = field(
-        default=None, metadata={"help": "bytes of the KV cache, such as 2GiB; overrides the share"}
+        default=None,
+        metadata={"help": "size of the KV cache, such as 2GiB; overrides the fraction"},
     )
     attention_backend: str = field(
         default="auto",
         metadata={
             "help": "auto (triton on CUDA, reference elsewhere), triton, reference, flashinfer "
-            "(the library, installed with stoop's extra of that name), or hostplan: planned on the "
-            "host, for testing graphs"
+            "(needs pip install 'stoop[flashinfer]') or hostplan (for testing graphs)"
         },
     )
     graph_mode: str = field(
         default="auto",
         metadata={
-            "help": "none, piecewise, full, full_decode_only, full_and_piecewise, step, or auto: "
-            "step on CUDA, none elsewhere"
+            "help": "auto (step on CUDA, none elsewhere), none, piecewise, full, "
+            "full_decode_only, full_and_piecewise or step"
         },
     )
     run_ahead: int | None = field(
         default=None,
         metadata={
-            "help": "steps to launch before the result of one is read; default: 1 on CUDA, "
+            "help": "steps to launch ahead of the one whose result is read; default: 1 on CUDA, "
             "0 elsewhere"
         },
     )
     speculative_config: str | Mapping[str, Any] | None = field(
         default="auto",
         metadata={
-            "help": "JSON of the drafter: method (eagle, eagle3, ngram), model, "
-            "num_speculative_tokens ...; none: no drafts; auto: the head that comes with the "
-            "model, if one does and it pays on this machine"
+            "help": "speculative decoding: auto (the draft head that comes with the model, if "
+            "there is one and it is faster here), none, or JSON with method (eagle, eagle3 or "
+            "ngram), model and num_speculative_tokens"
         },
     )
     capture_sizes: str | Sequence[int] | None = field(
         default=None,
         metadata={
-            "help": "sizes to capture graphs for, such as 1,2,4,8: requests "
-            "of decode batches, tokens of others"
+            "help": "batch sizes to capture graphs for, such as 1,2,4,8 (in requests for decode "
+            "batches, in tokens for others)"
         },
     )
     sanitize: bool = field(
         default=False,
-        metadata={"help": "check every graph replay for stale reads and against eager; slow"},
+        metadata={"help": "check every graph replay for stale reads and against eager steps; slow"},
     )

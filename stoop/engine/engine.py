@@ -14,6 +14,7 @@ from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.report import Report
+from stoop.config.check import check_options
 from stoop.config.errors import ConfigError, RequestError
 from stoop.config.resolve import resolve
 from stoop.config.schema import Config, EngineOptions
@@ -332,9 +333,11 @@ class _Whole:
 
 def build_engine(options: EngineOptions, report: Report | None = None) -> Engine:
     """Find the model, settle the configuration, load."""
+    check_options(options)  # before anything is fetched
     device = find_device(options.device)
     folder = resolve_model(options.model, revision=options.revision, report=report)
     model = read_model_spec(folder)
+    resolve(options, model, str(folder), device)  # refuse before a drafter is read
     drafter = find_drafter(options, model, folder, device, report)
 
     def build(drafter: Drafter) -> Engine:

@@ -1,21 +1,81 @@
-"""How many KV blocks fit."""
+"""Whether a model fits, and how many KV blocks fit beside it."""
 
 import contextlib
+import gc
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from stoop.config.errors import ConfigError
-from stoop.config.schema import Config
-from stoop.core.kv_layout import NULL_BLOCK, KVLayout
+from stoop.config.errors import ConfigError, MemoryShortage
+from stoop.config.schema import Config, HeadSpec
+from stoop.core.kv_layout import DTYPE_BYTES, NULL_BLOCK, KVLayout
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
 # What the KV cache takes of a CPU's memory unless told otherwise.
 CPU_KV_BYTES = 4 * GIB
+
+
+def check_room(config: Config, layout: KVLayout) -> None:
+    """Refuse, before anything is loaded, what cannot fit even if nothing else took memory.
+
+    Left to itself, a CPU runs out of memory minutes later, and the system may then end the process
+    without a word.
+    """
+    weights, kv = weight_bytes(config), _least_kv_bytes(config, layout)
+    if weights + kv <= _obtainable_bytes(config):
+        return
+    gc.collect()  # an engine that was dropped may still hold its memory
+    room = _obtainable_bytes(config)
+    here = f"the {room / GIB:.1f} GiB that are free on {config.device.device}"
+    in_dtype = f"the weights take {weights / GIB:.1f} GiB in {config.device.dtype}"
+    if weights > room:
+        narrower = "" if DTYPE_BYTES[config.device.dtype] <= 2 else ", or dtype=bfloat16"
+        raise MemoryShortage(f"{in_dtype}, more than {here}", f"use a smaller model{narrower}")
+    if weights + kv > room:
+        given = config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None
+        raise MemoryShortage(
+            f"{in_dtype} and the KV cache {kv / GIB:.1f} GiB, together more than {here}",
+            "lower kv_cache_memory or num_kv_blocks" if given else "lower max_model_len",
+        )
+
+
+def weight_bytes(config: Config) -> int:
+    """Of the matrices of a model and of its head."""
+    size = DTYPE_BYTES[config.device.dtype]
+    return size * (config.model.num_params + (_head_params(config.head) if config.head else 0))
+
+
+def _head_params(head: HeadSpec) -> int:
+    decoder = head.decoder
+    layers = replace(decoder, vocab_size=0).num_params
+    own_lm_head = decoder.vocab_size * decoder.hidden_size if head.own_lm_head else 0
+    own_embedding = head.target_vocab_size * decoder.hidden_size if head.own_embedding else 0
+    return layers + own_lm_head + own_embedding
+
+
+def _least_kv_bytes(config: Config, layout: KVLayout) -> int:
+    """What was asked for, or room for one request."""
+    cache = config.cache
+    if cache.num_blocks is None and cache.kv_cache_memory is not None:
+        return cache.kv_cache_memory
+    num_blocks = cache.num_blocks or -(-config.schedule.max_model_len // cache.block_size) + 1
+    return num_blocks * layout.block_bytes
+
+
+def _obtainable_bytes(config: Config) -> int:
+    """The most that could be had, whatever share of it we may use."""
+    if config.device.device != "cpu":
+        return torch.cuda.mem_get_info(config.device.device)[0]
+    found = _meminfo()
+    if "MemAvailable" not in found:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = found["MemAvailable"] + found.get("SwapFree", 0)
+    return min(machine, _cgroup_free_bytes() or machine)
 
 
 def allocate_kv_caches(config: Config, layout: KVLayout, num_blocks: int) -> list[torch.Tensor]:
@@ -51,10 +111,10 @@ def count_kv_blocks(config: Config, layout: KVLayout, num_bytes_free: int) -> in
             modest = max(CPU_KV_BYTES // layout.block_bytes, blocks_per_request + 1)
             num_blocks = min(num_blocks, useful, modest)
     if num_blocks * layout.block_bytes > num_bytes_free:
-        raise ConfigError(
+        raise MemoryShortage(
             f"a KV cache of {num_blocks * layout.block_bytes / GIB:.1f} GiB is more than the "
-            f"{num_bytes_free / GIB:.1f} GiB that are free here: lower kv_cache_memory or "
-            "num_kv_blocks"
+            f"{num_bytes_free / GIB:.1f} GiB that are free here",
+            "lower kv_cache_memory or num_kv_blocks",
         )
     if num_blocks - 1 < blocks_per_request:
         held = max(num_blocks - 1, 0) * cache.block_size
@@ -85,20 +145,30 @@ def free_bytes(config: Config, peak_activation_bytes: int) -> int:
 
 def _available_host_bytes() -> int:
     """Free memory of the machine, or of the container's limit if that is tighter."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                machine = int(line.split()[1]) * 1024
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    machine = _meminfo().get("MemAvailable", half)
     return min(machine, _cgroup_free_bytes() or machine)
 
 
+def _meminfo() -> dict[str, int]:
+    """Bytes by name; empty where the system does not tell."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, amount = line.partition(":")
+            found[name] = int(amount.split()[0]) * 1024
+    return found
+
+
 def _cgroup_free_bytes() -> int | None:
+    """A container's use counts files that were read, whose memory is given back when needed."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()
         if limit == "max":
             return None
-        return int(limit) - int((root / "memory.current").read_text())
-    except (OSError, ValueError):
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(stat["active_file"]) + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return None

@@ -40,7 +40,7 @@ from stoop.spec.base import DraftSetup, DraftStep, Speculator
 from stoop.spec.registry import make_speculator
 from stoop.worker.device import prepare_device
 from stoop.worker.graphs import StepGraphs
-from stoop.worker.memory import allocate_kv_caches, count_kv_blocks, free_bytes
+from stoop.worker.memory import allocate_kv_caches, check_room, count_kv_blocks, free_bytes
 from stoop.worker.output import LaunchedStep, Outcome, OutcomeRing, ScoreReader
 from stoop.worker.sanitized import StepSanitizer
 
@@ -82,12 +82,13 @@ class ModelRunner:
         prepare_device(config.device.device, config.device.dtype)
         if self.device.type == "cuda":
             follow_measured_products(self.device)
+        decoders = [config.model] + ([config.head.decoder] if config.head else [])
+        self.kv_layout = KVLayout.of(decoders, self.block_size, config.device.dtype)
+        check_room(config, self.kv_layout)
         self.model = load_model(config, report)
         self._make_state(config)
-        decoders = [config.model] + ([config.head.decoder] if config.head else [])
         self.attention_setup = self._make_attention_setup(config, decoders)
         self.backend = make_backend(config.attention_backend, self.attention_setup)
-        self.kv_layout = KVLayout.of(decoders, self.block_size, config.device.dtype)
         # A null block alone serves the dummy run that measures how much memory a step takes.
         self.kv_caches = allocate_kv_caches(config, self.kv_layout, 1)
         self.speculator = self._make_speculator(config, report)

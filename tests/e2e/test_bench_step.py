@@ -24,6 +24,7 @@ from stoop.bench.step import (
 )
 from stoop.cli.main import main
 from stoop.llm import LLM
+from stoop.worker.memory import weight_bytes
 
 TINY = {
     "hidden_size": 32,
@@ -90,6 +91,9 @@ def test_the_floor_is_what_is_counted_by_hand(shape: str, k: int) -> None:
     assert found.head == (4 * (3 * 32 * 32 + k * PASS) if k else 0)
     assert found.kv == 4 * 3 * 10 * (2 + k) * KV
     assert found.total == found.target + found.head + found.kv
+    modules = [llm.engine.runner.model, *([llm.engine.runner.speculator.head] if k else [])]
+    loaded = sum(4 * p.numel() for module in modules for p in module.parameters())
+    assert 0.7 * loaded < weight_bytes(llm.config) <= loaded, "what is refused would not have fit"
 
 
 def test_a_step_yields_one_token_and_finds_no_prefix() -> None:
@@ -262,3 +266,22 @@ def test_latency_of_a_shape_by_prompt_length(stoop: Callable) -> None:
     assert sizes == [(8, 1), (8, 2), (24, 1), (24, 2)]
     assert all(row["ttft_ms"]["p50"] > 0 < row["itl_ms"]["p50"] for row in record["results"])
     assert [row["speedup_over_batch_1"] for row in record["results"]][::2] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("free", "pattern"),
+    [
+        (4 << 30, "the weights take 15.6 GiB in bfloat16, more than the 4.0 GiB"),
+        (17 << 30, "and the KV cache 6.7 GiB, together more than the 17.0 GiB"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(
+    free: int, pattern: str, stoop: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_model(*_: Any) -> None:
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr("stoop.worker.runner.load_model", load_model)
+    monkeypatch.setattr("stoop.worker.memory._meminfo", lambda: {"MemAvailable": free})
+    sentence = stoop("bench", "step", "--shape", "llama-8b", "--device", "cpu")
+    assert pattern in sentence and "lower --batch, --prompt-len or --context" in sentence

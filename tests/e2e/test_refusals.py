@@ -154,7 +154,7 @@ ENGINE_REFUSALS = [
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
     ({"kv_cache_memory": "lots"}, "2GiB"),
     ({"kv_cache_memory": "1KiB"}, "max_model_len"),
-    ({"kv_cache_memory": "9999TiB"}, "free here: lower kv_cache_memory"),
+    ({"kv_cache_memory": "9999TiB"}, "free on cpu: lower kv_cache_memory"),
     ({"run_ahead": -1}, "run_ahead=-1"),
     ({"run_ahead": 9}, "run_ahead=9: use at most 8"),
     ({"run_ahead": True}, "run_ahead=True"),

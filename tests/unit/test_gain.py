@@ -30,7 +30,7 @@ def test_the_median_counts_and_noise_is_told(capsys: pytest.CaptureFixture[str])
     print_gain([answer(9, 1.0)], [30.0, 20.0, 22.0], [answer(9, 1.0)], [10.0, 11.0, 11.0])
     told = capsys.readouterr().err
     assert "22.0 tokens/s, without drafts 11.0 tokens/s, the same answer" in told
-    assert "2.00 times as fast, though rounds of the same engine differ by 1.5 times" in told
+    assert "2.00 times as fast, though runs of the same engine differ by 1.5 times" in told
     print_gain([answer(9, 1.0)], [20.0, 22.0], [answer(9, 1.0, "other")], [10.0, 11.0])
     told = capsys.readouterr().err
-    assert "another answer: drafts make it 2.00 times as fast\n" in told
+    assert "a different answer: drafts make it 2.00 times as fast\n" in told

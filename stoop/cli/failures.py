@@ -1,0 +1,64 @@
+"""Errors that a user can do something about, each as one sentence."""
+
+import errno
+import re
+from typing import Any
+
+from stoop.config.errors import StoopError
+
+LOWER = (
+    "use a smaller model or a smaller --dtype, or lower --max-num-seqs, --max-num-batched-tokens, "
+    "--max-model-len or the KV cache (--kv-cache-memory, --gpu-memory-utilization)"
+)
+
+
+def explain(error: Exception) -> str | None:
+    """What to print; None for an error of ours, whose traceback is needed."""
+    if isinstance(error, StoopError):
+        return f"error: {error}"
+    if hasattr(error, "format_message"):  # how typer marks what is wrong with a command line
+        return _usage(error)
+    if is_out_of_memory(error):
+        return f"error: out of memory{_size(str(error))}: {LOWER}"
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"error: {where}{error.strerror}"
+    return None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of Python, of torch on a CPU or a GPU, or of the operating system."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "out of memory" in text
+    )
+
+
+def _size(text: str) -> str:
+    """How much was asked for, if the message says so."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", text)
+    if found is None:
+        return ""
+    amount, unit = float(found[1]), found[2]
+    if unit == "bytes":
+        amount, unit = amount / 2**30, "GiB"
+    return f" (tried to allocate {amount:.2f} {unit})"
+
+
+def _usage(error: Any) -> str:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error.format_message())
+    wrong = getattr(error, "option_name", None)
+    close = getattr(error, "possibilities", None)
+    if wrong and close is not None:
+        advice = f": did you mean {' or '.join(sorted(close))}?" if close else ""
+        text = f"there is no option {wrong}{advice}"
+    else:
+        text = error.format_message().rstrip(".")
+        text = text[0].lower() + text[1:]
+    context = getattr(error, "ctx", None)
+    return f"error: {text} (see {context.command_path} --help)" if context else f"error: {text}"
