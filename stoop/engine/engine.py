@@ -43,6 +43,7 @@ class Engine:
         self.inputs = InputProcessor(config, tokenizer, seed)
         self.runner = ModelRunner(config, report)
         self.scheduler = Scheduler(config.schedule, config.cache, self.runner.num_blocks)
+        self.inputs.capacity = self.scheduler.pool.num_usable * self.scheduler.block_size
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}
@@ -68,15 +69,14 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise RequestError(f"priority={priority!r}: use a whole number; lower is served first")
-        text, token_ids = self.inputs.encode(prompt)
-        rules = self.inputs.resolve(params, len(token_ids))
+        prepared = self.inputs.prepare(prompt, params)
         requests = [
-            Request(f"{request_id}/{index}", tuple(token_ids), each, priority)
-            for index, each in enumerate(rules)
+            Request(f"{request_id}/{index}", tuple(prepared.token_ids), rules, priority)
+            for index, rules in enumerate(self.inputs.rules(prepared))
         ]
         for request in requests:
             self.scheduler.add(request)
-        group = RequestGroup(request_id, text, requests, self.tokenizer, final_only)
+        group = RequestGroup(request_id, prepared.text, requests, self.tokenizer, final_only)
         self._groups[request_id] = group
         for answer in group.answers:
             self._answers[answer.request.request_id] = (group, answer)
