@@ -15,6 +15,7 @@ from stoop.core.outputs import RequestOutput
 from stoop.core.prompts import Prompt
 from stoop.core.sampling_params import SamplingParams
 from stoop.engine.engine import build_engine
+from stoop.engine.inputs import check_priority
 from stoop.text.chat import as_conversations
 from stoop.text.tokenizer import Tokenizer
 
@@ -160,18 +161,24 @@ class LLM:
         *,
         final_only: bool,
     ) -> list[str]:
-        """Queue all or none."""
+        """Queue all or none. All are checked first, so that a refusal draws no seeds."""
+        checked = []
+        for prompt, each, level in zip(prompts, params, priority, strict=True):
+            try:
+                check_priority(level)
+                checked.append(self.engine.inputs.prepare(prompt, each))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompts[{len(checked)}]: {error}") from None
         ids: list[str] = []
         try:
-            for prompt, each, level in zip(prompts, params, priority, strict=True):
+            for prepared, level in zip(checked, priority, strict=True):
                 request_id = str(self.num_requests)
                 self.num_requests += 1
-                try:
-                    self.engine.add_request(request_id, prompt, each, level, final_only=final_only)
-                except RequestError as error:
-                    if len(prompts) == 1:
-                        raise
-                    raise RequestError(f"prompts[{len(ids)}]: {error}") from None
+                self.engine.add_request(
+                    request_id, prepared, prepared.params, level, final_only=final_only
+                )
                 ids.append(request_id)
         except BaseException:
             self._abort(ids)

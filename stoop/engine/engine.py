@@ -4,6 +4,7 @@ With `run_ahead` the host launches that many steps beyond the one whose result i
 device never waits for it; with 0 it is the plain loop.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +23,16 @@ from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan, StepResult
 from stoop.engine.drafter import Drafter, find_drafter
-from stoop.engine.inputs import InputProcessor, Prompt
-from stoop.engine.outputs import Answer, RequestGroup
+from stoop.engine.inputs import InputProcessor, Prepared, Prompt, check_priority
+from stoop.engine.outputs import Answer, AnswerError, RequestGroup
 from stoop.models.hf_config import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
 from stoop.worker.device import exempt_from_collection, find_device
 from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -55,7 +58,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | Prepared,
         params: SamplingParams,
         priority: int = 0,
         *,
@@ -63,13 +66,15 @@ class Engine:
     ) -> None:
         """Queue a request; one that cannot be served as asked is refused whole.
 
-        With `final_only` a step returns its output when it is finished, and not before.
+        With `final_only` a step returns its output when it is finished, and not before. A prompt
+        that `inputs.prepare` has checked already brings its own parameters.
         """
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise RequestError(f"priority={priority!r}: use a whole number; lower is served first")
-        prepared = self.inputs.prepare(prompt, params)
+        check_priority(priority)
+        prepared = prompt
+        if not isinstance(prepared, Prepared):
+            prepared = self.inputs.prepare(prepared, params)
         requests = [
             Request(f"{request_id}/{index}", tuple(prepared.token_ids), rules, priority)
             for index, rules in enumerate(self.inputs.rules(prepared))
@@ -143,11 +148,16 @@ class Engine:
         changed: dict[RequestGroup, None] = {}
         for request, row in self.scheduler.update(result):
             group, answer = self._answers[request.request_id]
-            group.take_prompt_scores(answer, row)
             num_tokens = request.num_tokens
-            stop = answer.take(row)
+            try:
+                group.take_prompt_scores(answer, row)
+                stop = answer.take(row)
+            except AnswerError as error:
+                log.error("request %s: %s", group.request_id, error)
+                self._end(request, "error", str(error))
+                stop = None
             if stop is not None:
-                self._stop(request, stop)
+                self._end(request, "stop", stop)
                 # What came behind the stop string in the same run was not generated for anybody.
                 self.scheduler.stats.num_generated_tokens -= num_tokens - request.num_tokens
             changed[group] = None
@@ -161,12 +171,12 @@ class Engine:
             self.scheduler.check_idle()
         return outputs
 
-    def _stop(self, request: Request, stop: str) -> None:
-        """A stop string is found in text, which the scheduler does not see."""
-        if request.finished:  # by its length in the same step: the stop string came first
-            request.finish_reason, request.stop_reason = "stop", stop
+    def _end(self, request: Request, reason: str, stop_reason: str) -> None:
+        """For a reason that lies in the text, which the scheduler does not see."""
+        if request.finished:  # by its length in the same step: what the text says came first
+            request.finish_reason, request.stop_reason = reason, stop_reason
         else:
-            self.scheduler.finish(request, "stop", stop)
+            self.scheduler.finish(request, reason, stop_reason)
 
     def _output(self, group: RequestGroup, finished: bool) -> RequestOutput:
         if finished:

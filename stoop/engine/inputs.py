@@ -17,7 +17,7 @@ from stoop.core.request import TokenRules
 from stoop.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_STOP_IDS, SamplingParams
 from stoop.text.tokenizer import Tokenizer
 
-__all__ = ["InputProcessor", "Prepared", "Prompt"]
+__all__ = ["InputProcessor", "Prepared", "Prompt", "check_priority"]
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # spreads the seeds of one request's several answers
 
@@ -245,6 +245,11 @@ class InputProcessor:
                 if all(token < self.vocab_size for token in ids):
                     found[ids] = None
         return tuple(found)
+
+
+def check_priority(priority: object) -> None:
+    if not is_whole(priority):
+        raise RequestError(f"priority={shown(priority)}: use a whole number; lower is served first")
 
 
 def _signed(value: int) -> int:

@@ -96,8 +96,7 @@ class Answer:
         """From now on the tokenizer is left alone."""
         self._has_failed = True
         return AnswerError(
-            f"the tokenizer failed on an answer ({_one_line(error)}): ask with detokenize=False "
-            "for its token ids"
+            f"the tokenizer failed on this answer ({_one_line(error)}): use its token ids"
         )
 
     def output(self) -> CompletionOutput:
