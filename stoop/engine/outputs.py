@@ -28,7 +28,6 @@ class Answer:
         self.cumulative_logprob = 0.0
         self._num_taken = 0
         self._has_text = tokenizer is not None and params.detokenize
-        self._has_failed = False
         self._stream: TextStream | None = None  # made for the first tokens
 
     @property
@@ -71,14 +70,13 @@ class Answer:
 
     def finish(self) -> None:
         """Release text that was held back, when the request ends from outside."""
-        if self._stream is None or self._has_failed:
-            return
         try:
-            self._stream.finish()
+            if self._stream is not None:
+                self._stream.finish()
         except BaseException as error:
+            # The request ends in any case, with the text that it has.
             if not _is_tokenizer_failure(error):
                 raise
-            self._has_failed = True  # the request ends in any case, with the text that it has
 
     def _make_stream(self) -> TextStream:
         assert self.tokenizer is not None
@@ -93,8 +91,8 @@ class Answer:
         )
 
     def failed(self, error: BaseException) -> AnswerError:
-        """From now on the tokenizer is left alone."""
-        self._has_failed = True
+        """Release what there is, and say what happened."""
+        self.finish()
         return AnswerError(
             f"the tokenizer failed on this answer ({_one_line(error)}): use its token ids"
         )

@@ -17,6 +17,8 @@ MAX_HELD = 3
 # each at most), the character before them, and three bytes in which UTF-8 finds its step again.
 WINDOW_TOKENS = 16
 MAX_WINDOW_TOKENS = 48
+# Of a prompt. A few more than a window, for it may start and end inside a character.
+MAX_TAIL_TOKENS = WINDOW_TOKENS + 2 * MAX_HELD
 
 
 class IncrementalDetokenizer:
@@ -81,18 +83,28 @@ class IncrementalDetokenizer:
     def _continue_from(self, prompt_ids: Sequence[int]) -> None:
         """Start where the prompt's text ends. Only its last tokens are looked at."""
         with_text = (token_id for token_id in reversed(prompt_ids) if self._has_text(token_id))
-        tail = list(islice(with_text, WINDOW_TOKENS + 1))[::-1]
-        if not tail:
-            return
-        if not self._decode(tail[-WINDOW_TOKENS:]).endswith(REPLACEMENT):
+        tail = list(islice(with_text, MAX_TAIL_TOKENS))[::-1]
+        # The prompt may end inside a character, with at most so many of its tokens.
+        num_whole = len(tail)
+        while num_whole and not self._ends_whole(tail[:num_whole], len(tail) == MAX_TAIL_TOKENS):
+            num_whole -= 1
+            if len(tail) - num_whole > MAX_HELD:  # replacement characters all over
+                num_whole = max(len(tail) - WINDOW_TOKENS, 0)
+                break
+        if num_whole:
             self._restart()
-            return
-        # The prompt may end inside a character, which the answer then completes.
-        if len(tail) > WINDOW_TOKENS:
-            self._restart()
-        for token_id in tail[-WINDOW_TOKENS:]:
+        for token_id in tail[num_whole:]:
             self._step(token_id)
         self._num_in_prompt = self._num_held
+
+    def _ends_whole(self, ids: list[int], is_cut: bool) -> bool:
+        """Whether the text of these ids ends in a whole character.
+
+        Where they were cut out of a text, they may start inside a character. In a run of
+        byte-fallback tokens that would spoil the whole run, so other starts are tried.
+        """
+        starts = range(MAX_HELD + 1 if is_cut else 1)
+        return any(not self._decode(ids[start:]).endswith(REPLACEMENT) for start in starts)
 
     def _step(self, token_id: int) -> str:
         if not self._has_text(token_id):

@@ -70,6 +70,8 @@ def test_an_aborted_request_returns_the_text_that_was_held_back(llm: LLM) -> Non
     assert aborted is not None and aborted.finished
     assert aborted.outputs[0].text == "aaa"
     assert (aborted.outputs[0].finish_reason, len(aborted.outputs[0].token_ids)) == ("abort", 3)
+    assert aborted.times.last_token == output.times.last_token
+    assert aborted.times.finished > aborted.times.last_token > aborted.times.first_token
 
 
 # ---- a tokenizer that fails ----
@@ -110,6 +112,20 @@ def test_a_failing_tokenizer_costs_one_answer(
     assert [answers[0].token_ids, answers[2].token_ids] == [expected[0], expected[2]]
     llm.engine.scheduler.check_idle()
     assert llm.generate("x", params[1])[0].outputs[0].token_ids == expected[1]
+
+
+def test_an_answer_that_failed_keeps_its_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was held back because of a stop string included."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True)
+    whole = llm.generate("x", params)[0].outputs[0]
+    place = next(i for i, token in enumerate(whole.token_ids) if i > 8 and token not in
+                 whole.token_ids[:i])  # fmt: skip
+    before = llm.generate("x", params.replace(max_tokens=place))[0].outputs[0].text
+    with monkeypatch.context() as patch:
+        fail_on(patch, whole.token_ids[place], ValueError("no"))
+        failed = llm.generate("x", params.replace(stop=before[-3:] + "never"))[0].outputs[0]
+    assert (failed.finish_reason, failed.text) == ("error", before)
+    assert failed.token_ids == whole.token_ids[: place + 1]
 
 
 def test_a_failing_tokenizer_costs_one_of_several_answers(

@@ -105,13 +105,14 @@ def test_parameters_may_change_while_a_request_runs(llm: LLM) -> None:
     """The engine took a copy."""
     params = GREEDY.replace(stop=["\0\0\0"], logit_bias={5: -1.0})
     expected = ids_of(llm.generate("hello", params))
-    stream = llm.stream("hello", params)
-    next(stream)
+    llm.engine.add_request("queued", "hello", params)
     params.max_tokens = 1
     params.temperature = 2.0
-    params.stop.append("e")  # type: ignore[union-attr]
+    params.stop.append(chr(0))  # type: ignore[union-attr]
     params.logit_bias[7] = 100.0  # type: ignore[index]
-    assert list(stream)[-1].outputs[0].token_ids == expected[0]
+    while llm.engine.has_work:
+        outputs = llm.engine.step()
+    assert ids_of(outputs) == expected
     assert len(llm.generate("hello", params)[0].outputs[0].token_ids) == 1
 
 

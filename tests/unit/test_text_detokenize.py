@@ -255,7 +255,22 @@ def test_only_the_end_of_a_long_prompt_is_looked_at(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Tokenizer, "has_text", counted)
     IncrementalDetokenizer(tokenizer, prompt_ids)
-    assert looked_at <= detokenize.WINDOW_TOKENS + 1
+    assert looked_at <= detokenize.MAX_TAIL_TOKENS
+
+
+@given(text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=30), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_prompt_may_end_inside_a_character(text: str, data: st.DataObject) -> None:
+    """Both kinds of bytes; the answer shows the whole character."""
+    text = "x" + text.replace("\ufffd", "")
+    for tokenizer, ids in (
+        (byte_tokenizer(), byte_tokenizer().encode(text)),
+        (sentencepiece_tokenizer(), [byte + 2 for byte in text.encode()]),
+    ):
+        place = data.draw(st.integers(0, len(ids)))
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[:place])
+        found = detokenizer.append(ids[place:]) + detokenizer.finish()
+        assert text.encode()[:place].decode(errors="ignore") + found == text
 
 
 def test_cost_per_token_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
