@@ -119,7 +119,8 @@ class LLM:
         With `continue_final_message` the answer goes on with the last message, and
         `add_generation_prompt` does not matter.
         """
-        others["chat_template_content_format"] = chat_template_content_format
+        if chat_template_content_format != "auto":
+            others["chat_template_content_format"] = chat_template_content_format
         _check_call("chat", {"lora_request": lora_request, **others})
         tokenizer = self.get_tokenizer()
         prompts = []
@@ -141,8 +142,8 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """One request's output after each step; leaving the loop early stops the request."""
-        every = _as_list(prompt)
-        if len(every) != 1:
+        every = _as_list(prompt) or [prompt]
+        if len(every) > 1:
             raise RequestError("stream takes one prompt: use generate for several")
         params = self._default_params() if sampling_params is None else sampling_params
         ids = self._add_all(every, [params], [0], final_only=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import shutil
 import time
 from pathlib import Path
@@ -187,6 +188,12 @@ def test_thinking_can_be_switched_off(text_model: Path, tmp_path: Path) -> None:
     )
     assert text == off.prompt
     assert ids_of(llm.generate([off.prompt_token_ids], GREEDY)) == ids_of([off])
+
+
+def test_an_ordinary_chat_logs_nothing(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "stoop")
+    llm.chat(USER, GREEDY)
+    assert not caplog.messages
 
 
 def test_chat_takes_vllms_arguments(llm: LLM) -> None:
