@@ -22,4 +22,4 @@ class RequestError(StoopError, ValueError):
 
 
 class MissingError(StoopError, AttributeError):
-    """A method or attribute that vLLM has and stoop has not."""
+    """A method or attribute that vLLM has and stoop lacks."""

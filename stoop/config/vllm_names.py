@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Foreign:
-    """An argument that vLLM has and stoop has not."""
+    """An argument that vLLM has and stoop lacks."""
 
     advice: str = ""  # what to do instead, for values that are not harmless
     harmless: tuple[Any, ...] = (None,)
@@ -179,8 +179,8 @@ ENGINE_ARGS: dict[str, Foreign] = {
 SAMPLING_ARGS: dict[str, Foreign] = {
     "best_of": _only(1, advice="ask for n answers and take the best by cumulative_logprob"),
     "use_beam_search": _only(False, advice="stoop has no beam search: sample n answers"),
-    "length_penalty": _only(1, 1.0, advice="it belongs to beam search, which stoop has not"),
-    "early_stopping": _only(False, advice="it belongs to beam search, which stoop has not"),
+    "length_penalty": _only(1, 1.0, advice="it belongs to beam search, which stoop lacks"),
+    "early_stopping": _only(False, advice="it belongs to beam search, which stoop lacks"),
     "structured_outputs": _only(advice=_NO_STRUCTURE),
     "guided_decoding": _only(advice=_NO_STRUCTURE),
     "logits_processors": _only(advice=_NO_PROCESSORS),
