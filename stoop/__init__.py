@@ -6,9 +6,13 @@ from stoop.config.errors import (
     CheckpointError,
     ConfigError,
     FetchError,
+    MissingError,
     RequestError,
     StoopError,
 )
+from stoop.config.options import EngineArgs
+from stoop.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from stoop.core.prompts import TextPrompt, TokensPrompt
 from stoop.core.sampling_params import SamplingParams
 from stoop.version import __version__
 
@@ -18,11 +22,19 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "CheckpointError",
+    "CompletionOutput",
     "ConfigError",
+    "EngineArgs",
     "FetchError",
+    "Logprob",
+    "MissingError",
     "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
     "SamplingParams",
     "StoopError",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -3,19 +3,23 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoop.checkpoint.report import Report
-from stoop.config.errors import RequestError
+from stoop.config.errors import MissingError, RequestError
 from stoop.config.resolve import make_options
 from stoop.config.schema import Config
+from stoop.config.values import is_whole, plain
+from stoop.config.vllm_names import CALL_ARGS, METHODS, check_foreign
 from stoop.core.outputs import RequestOutput
+from stoop.core.prompts import Prompt
 from stoop.core.sampling_params import SamplingParams
 from stoop.engine.engine import build_engine
-from stoop.engine.inputs import Prompt
+from stoop.engine.inputs import check_priority
 from stoop.engine.interrupts import HeldInterrupts
 from stoop.engine.outputs import RequestGroup
 from stoop.engine.shared import Mailbox, SharedEngine
+from stoop.text.chat import as_conversations
 from stoop.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -24,14 +28,15 @@ Message = Mapping[str, Any]
 class LLM:
     """A model that is ready to answer.
 
-    `options` are the fields of `stoop.config.schema.EngineOptions`; an unknown one is refused.
-    `report(stage, done, total)` is told of every slow part of the start.
+    `options` are the fields of `stoop.config.schema.EngineOptions`. Arguments of vLLM's `LLM` that
+    change nothing here are ignored, with a line in the log; an option that cannot be honoured is
+    refused. `report(stage, done, total)` is called for every slow part of the start.
     """
 
     def __init__(
         self, model: str = "smollm2-135m", *, report: Report | None = None, **options: Any
     ) -> None:
-        self.options = make_options(str(model), options)
+        self.options = make_options(model, options)
         self.engine = build_engine(self.options, report)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()  # of requests
@@ -40,10 +45,23 @@ class LLM:
     def config(self) -> Config:
         return self.engine.config
 
+    if not TYPE_CHECKING:  # type checkers would take every name for granted
+
+        def __getattr__(self, name: str) -> Any:
+            """Only called for what is not there."""
+            if name in METHODS:
+                raise MissingError(f"LLM.{name} is not supported: {METHODS[name]}")
+            raise AttributeError(f"'LLM' object has no attribute {name!r}")
+
     def get_tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise RequestError("the engine was made with skip_tokenizer_init=True: no tokenizer")
         return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without `sampling_params` get: the values that the model's
+        generation_config.json gives, and `SamplingParams()` for the rest."""
+        return self.engine.inputs.default_params.clone()
 
     def metrics(self) -> dict[str, Any]:
         """Counters since the start, and the state of queues and cache now."""
@@ -54,21 +72,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
-        use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts.
 
-        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. Every prompt is
-        checked before any is run, and a bad one refuses the call. `use_tqdm` shows a progress bar
-        where there is a terminal.
+        A prompt is text, token ids (a list, a numpy array or a tensor), or a dictionary:
+        `TextPrompt(prompt=...)` or `TokensPrompt(prompt_token_ids=...)`. Every prompt is checked
+        before any is run, and a bad one refuses the call.
+
+        `sampling_params` is one for all prompts, or one for each. They are copied, so changing
+        them later does no harm; None stands for `get_default_sampling_params()`. `priority` is a
+        number for each prompt, and lower numbers are served first. `use_tqdm` shows a progress
+        bar on a terminal. Arguments that only vLLM has are refused unless they change nothing.
         """
+        _check_call("generate", {"lora_request": lora_request, **others})
         every = _as_list(prompts)
-        params = _spread(sampling_params, len(every), SamplingParams())
-        priorities = _spread(priority, len(every), 0)
+        params = _spread("sampling_params", sampling_params, len(every), self._default_params)
+        priorities = _spread("priority", priority, len(every), lambda: 0)
         finished: dict[str, RequestOutput] = {}
-        with HeldInterrupts() as interrupts, _progress(use_tqdm, len(every)) as advance:
-            groups = self._prepare(every, params, priorities, interrupts)
+        with HeldInterrupts() as interrupts, _progress(bool(use_tqdm), len(every)) as advance:
+            groups = self._prepare(every, params, priorities, interrupts, final_only=True)
             box = self._shared.submit(groups)
             try:
                 while box.pending:
@@ -79,25 +105,42 @@ class LLM:
                 self._shared.cancel(box)
         return [finished[group.request_id] for group in groups]
 
-    def chat(
+    def chat(  # noqa: PLR0913 - the arguments of vLLM's, in its order
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        use_tqdm: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template."""
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        `chat_template` is the text of another template, or the name of one of the model's.
+        `chat_template_kwargs` are variables of the template, such as `enable_thinking` of Qwen3.
+        With `continue_final_message` the answer goes on with the last message, and
+        `add_generation_prompt` does not matter.
+        """
+        if chat_template_content_format != "auto":
+            others["chat_template_content_format"] = chat_template_content_format
+        _check_call("chat", {"lora_request": lora_request, **others})
         tokenizer = self.get_tokenizer()
-        conversations: Sequence[Any] = messages
-        if not messages or isinstance(messages[0], Mapping):
-            conversations = [messages]
         prompts = []
-        for conversation in conversations:
+        for conversation in as_conversations(messages):
             text = tokenizer.render_chat(
-                conversation, add_generation_prompt, continue_final_message
+                conversation,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                chat_template=chat_template,
+                variables=chat_template_kwargs,
             )
+            # The template writes the special tokens, a bos among them.
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -106,14 +149,18 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """One request's output after each step; leaving the loop early stops the request."""
-        if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], int):
+        every = _as_list(prompt) or [prompt]
+        if len(every) > 1:
             raise RequestError("stream takes one prompt: use generate for several")
-        params = sampling_params or SamplingParams()
-        with HeldInterrupts():
-            group = self.engine.prepare_request(self._next_name(), prompt, params)
-            return self._outputs(self._shared.submit([group]))
+        params = self._default_params() if sampling_params is None else sampling_params
+        with HeldInterrupts() as interrupts:
+            groups = self._prepare(every, [params], [0], interrupts, final_only=False)
+            return self._outputs(self._shared.submit(groups))
 
     # ---- inside ----
+
+    def _default_params(self) -> SamplingParams:
+        return self.engine.inputs.default_params
 
     def _outputs(self, box: Mailbox) -> Iterator[RequestOutput]:
         try:
@@ -125,53 +172,66 @@ class LLM:
             with HeldInterrupts():
                 self._shared.cancel(box)
 
-    def _next_name(self) -> str:
-        return str(next(self._numbers))
-
     def _prepare(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         priority: Sequence[int],
         interrupts: HeldInterrupts,
+        *,
+        final_only: bool,
     ) -> list[RequestGroup]:
-        """Check all before any is queued."""
-        groups: list[RequestGroup] = []
+        """Check all of them before any gets a seed, so that a refusal draws none."""
+        checked = []
         for prompt, each, level in zip(prompts, params, priority, strict=True):
             interrupts.check()
             try:
-                groups.append(
-                    self.engine.prepare_request(
-                        self._next_name(), prompt, each, level, final_only=True
-                    )
-                )
+                check_priority(level)
+                checked.append(self.engine.inputs.prepare(prompt, each))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
-                raise RequestError(f"prompts[{len(groups)}]: {error}") from None
-        return groups
+                raise RequestError(f"prompts[{len(checked)}]: {error}") from None
+        return [
+            self.engine.make_group(str(next(self._numbers)), each, level, final_only=final_only)
+            for each, level in zip(checked, priority, strict=True)
+        ]
+
+
+def _check_call(name: str, others: Mapping[str, Any]) -> None:
+    """Refuse arguments that stoop does not have, unless they are vLLM's and change nothing."""
+    for argument in others:
+        if argument not in CALL_ARGS:
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
+    refusal = check_foreign(CALL_ARGS, others)
+    if refusal is not None:
+        raise RequestError(refusal)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many: a list of integers is one."""
+    prompts = plain(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise RequestError(f"prompts is {type(prompts).__name__}: pass text, token ids or a list")
-    if prompts and isinstance(prompts[0], int):
+    if prompts and is_whole(plain(prompts[0])):
         return [prompts]
     return list(prompts)
 
 
-def _spread(given: Any, count: int, default: Any) -> list[Any]:
+def _spread(name: str, given: Any, count: int, default: Callable[[], Any]) -> list[Any]:
     """One for all, or one for each."""
     if given is None:
-        return [default] * count
-    if not isinstance(given, Sequence):
+        return [default()] * count
+    given = plain(given)
+    if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
-        raise RequestError(f"{len(given)} settings for {count} prompts: give one, or one for each")
-    return list(given)
+        raise RequestError(
+            f"{name} has {len(given)} entries for {count} prompts: give one, or one for each"
+        )
+    return [plain(each) for each in given]
 
 
 class _progress:

@@ -27,3 +27,7 @@ class FetchError(StoopError):
 
 class RequestError(StoopError, ValueError):
     """One request cannot be served as asked; the engine and its other requests go on."""
+
+
+class MissingError(StoopError, AttributeError):
+    """A method or attribute that vLLM has and stoop lacks."""

@@ -1,13 +1,14 @@
 """User options and a checkpoint's own facts, checked and merged into one `Config`."""
 
 import dataclasses
-import difflib
 import importlib.util
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoop.config.errors import ConfigError
+from stoop.config.options import translate
 from stoop.config.schema import (
     DTYPES,
     CacheConfig,
@@ -20,27 +21,61 @@ from stoop.config.schema import (
     ScheduleConfig,
     SpecConfig,
 )
+from stoop.config.values import is_number, is_whole, plain, shown
 
 ATTENTION_BACKENDS = ("reference", "hostplan", "triton", "flashinfer")
 FLASHINFER_HEAD_SIZES = (64, 128, 256)
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 MAX_RUN_AHEAD = 8
 MIN_KV_BLOCKS = 2  # the null block and one to use
+# Beyond anything that runs. Without a limit, a slip of a few digits ends in an allocation error.
+MAX_COUNT = 2**31 - 1
+MAX_BLOCK_SIZE = 2**16
+MAX_NUM_SEQS = 2**16
+MAX_BATCHED_TOKENS = 2**22
 
 
-def unknown_name(kind: str, name: str, known: list[str]) -> str:
-    """One sentence for a name nobody knows, with the likeliest meaning or the whole list."""
-    close = difflib.get_close_matches(name, known, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
-    return f"unknown {kind} {name!r}: {advice}"
+def make_options(model: Any, options: Mapping[str, Any]) -> EngineOptions:
+    """Options of a user, in stoop's form and checked as far as no model is needed for it."""
+    made = EngineOptions(model=_path("model", model), **translate(options))
+    _check_alone(made)
+    return made
 
 
-def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
-    known = [f.name for f in dataclasses.fields(EngineOptions)]
-    for name in options:
-        if name not in known:
-            raise ConfigError(unknown_name("engine option", name, known))
-    return EngineOptions(model=model, **options)
+def _check_alone(options: EngineOptions) -> None:
+    """Each option by itself, but for numbers."""
+    _choice("load_format", options.load_format, ("auto", "dummy"))
+    _choice("dtype", options.dtype, ("auto", *DTYPES))
+    _choice("attention_backend", options.attention_backend, ("auto", *ATTENTION_BACKENDS))
+    _choice("graph_mode", options.graph_mode, ("auto", *GRAPH_MODES))
+    for name in (
+        "skip_tokenizer_init",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "sanitize",
+    ):
+        _switch(name, getattr(options, name))
+    device = options.device
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", device):
+        raise ConfigError(f"device={shown(device)}: use auto, cpu, cuda or cuda:N")
+    if not is_whole(options.seed) or not -(2**63) <= options.seed < 2**63:
+        raise ConfigError(f"seed={shown(options.seed)}: use a whole number of at most 64 bits")
+    if options.tokenizer is not None:
+        _path("tokenizer", options.tokenizer)
+    if not isinstance(options.revision, str | None):
+        raise ConfigError(f"revision={shown(options.revision)}: use text")
+
+
+def _choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name}={shown(value)}: use {', '.join(choices[:-1])} or {choices[-1]}")
+
+
+def _path(name: str, value: Any) -> str:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or "\0" in text:
+        raise ConfigError(f"{name}={shown(value)}: use text or a path")
+    return text
 
 
 def resolve(
@@ -51,9 +86,8 @@ def resolve(
     spec: SpecConfig | None = None,
 ) -> Config:
     """`device` is the concrete one that the worker found for `options.device`."""
-    if options.load_format not in ("auto", "dummy"):
-        raise ConfigError(f"load_format={options.load_format!r}: use auto or dummy")
-    dtype = _dtype(options.dtype, model)
+    _check_alone(options)
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
     backend = _attention(options.attention_backend, device, dtype)
     schedule = _schedule(options, model, device, spec)
     schedule = dataclasses.replace(schedule, run_ahead=_run_ahead(options, device, backend))
@@ -73,9 +107,6 @@ def _attention(asked: str, device: str, dtype: str) -> str:
     """By default our kernels where they run."""
     if asked == "auto":
         return "triton" if device.startswith("cuda") and dtype != "float64" else "reference"
-    if asked not in ATTENTION_BACKENDS:
-        known = " or ".join(("auto", *ATTENTION_BACKENDS))
-        raise ConfigError(f"attention_backend={asked!r}: use {known}")
     return asked
 
 
@@ -90,21 +121,13 @@ def attention_backends(device: str, dtype: str, head_dim: int) -> list[str]:
     return [name for name in ATTENTION_BACKENDS if runs.get(name, True)]
 
 
-def _dtype(asked: str, model: ModelSpec) -> str:
-    if asked == "auto":
-        return model.dtype
-    if asked not in DTYPES:
-        raise ConfigError(f"dtype={asked!r}: use auto, {', '.join(DTYPES)}")
-    return asked
-
-
 def _cache(options: EngineOptions) -> CacheConfig:
-    size = _integer("block_size", options.block_size, least=1)
+    size = _integer("block_size", options.block_size, least=1, most=MAX_BLOCK_SIZE)
     if size & (size - 1):
         raise ConfigError(f"block_size={size}: use a power of two, such as 16")
     share = options.gpu_memory_utilization
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"gpu_memory_utilization={share!r}: use a number above 0, at most 1")
+    if not is_number(share) or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization={shown(share)}: use a number above 0, at most 1")
     num_blocks = options.num_kv_blocks
     if num_blocks is not None:
         _integer("num_kv_blocks", num_blocks, least=MIN_KV_BLOCKS)
@@ -114,7 +137,7 @@ def _cache(options: EngineOptions) -> CacheConfig:
         num_blocks=num_blocks,
         gpu_memory_utilization=float(share),
         kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
-        enable_prefix_caching=_switch("enable_prefix_caching", options.enable_prefix_caching),
+        enable_prefix_caching=options.enable_prefix_caching,
     )
 
 
@@ -135,11 +158,9 @@ def _run_ahead(options: EngineOptions, device: str, backend: str) -> int:
 
 
 def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
-    mode, sanitize = options.graph_mode, _switch("sanitize", options.sanitize)
+    mode, sanitize = options.graph_mode, options.sanitize
     if mode == "auto":
         mode = "none" if device == "cpu" else "step"
-    if mode not in GRAPH_MODES:
-        raise ConfigError(f"graph_mode={mode!r}: use auto, {', '.join(GRAPH_MODES)}")
     if mode == "none" and (sanitize or options.capture_sizes is not None):
         raise ConfigError(
             "sanitize and capture_sizes are about graphs, and graph_mode is none: choose a mode"
@@ -149,24 +170,27 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
     sizes = _capture_sizes(options.capture_sizes)
     if not sizes or sizes[0] < 1 or sizes[-1] > max_tokens:
         raise ConfigError(
-            f"capture_sizes={options.capture_sizes!r}: use numbers from 1 to "
+            f"capture_sizes={shown(options.capture_sizes)}: use numbers from 1 to "
             f"max_num_batched_tokens={max_tokens}, such as 1,2,4,8"
         )
     return GraphConfig(mode, sizes, sanitize)
 
 
-def _capture_sizes(given: str | Sequence[int]) -> tuple[int, ...]:
-    """In rising order; empty if there is something else than numbers among them."""
-    parts = given.split(",") if isinstance(given, str) else given
-    try:
-        return tuple(sorted({int(part) for part in parts}))
-    except (TypeError, ValueError):
+def _capture_sizes(given: object) -> tuple[int, ...]:
+    """In rising order; empty if there is something else than whole numbers among them."""
+    if isinstance(given, str):
+        given = [
+            int(part) if re.fullmatch(" *[0-9]{1,9} *", part) else part for part in given.split(",")
+        ]
+    if not isinstance(given, Sequence | set | frozenset):
         return ()
+    sizes = [size for size in map(plain, given) if is_whole(size)]
+    return tuple(sorted(set(sizes))) if len(sizes) == len(given) else ()
 
 
 def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r}: use True or False")
+        raise ConfigError(f"{name}={shown(value)}: use True or False")
     return value
 
 
@@ -180,13 +204,18 @@ def _schedule(
             f"model was made for: use at most {model.max_position}"
         )
     default_seqs = 16 if device == "cpu" else 256
-    max_num_seqs = _given("max_num_seqs", options.max_num_seqs, default_seqs)
+    max_num_seqs = _given("max_num_seqs", options.max_num_seqs, default_seqs, MAX_NUM_SEQS)
     num_drafts = spec.num_tokens if spec else 0
     default_tokens = 2048 if device == "cpu" else 8192
     default_tokens = max(default_tokens, max_num_seqs * (num_drafts + 1))
     if not options.enable_chunked_prefill:
         default_tokens = max(default_tokens, max_model_len)
-    max_tokens = _given("max_num_batched_tokens", options.max_num_batched_tokens, default_tokens)
+    max_tokens = _given(
+        "max_num_batched_tokens",
+        options.max_num_batched_tokens,
+        default_tokens,
+        MAX_BATCHED_TOKENS,
+    )
     if max_tokens < max_num_seqs * (num_drafts + 1):
         drafts = f" times {num_drafts + 1} tokens of a step" if spec else ""
         raise ConfigError(
@@ -198,25 +227,26 @@ def _schedule(
             f"max_num_batched_tokens={max_tokens} cannot hold a prompt of max_model_len="
             f"{max_model_len} with chunked prefill off: raise it or leave chunked prefill on"
         )
-    chunked = _switch("enable_chunked_prefill", options.enable_chunked_prefill)
     return ScheduleConfig(
         max_model_len,
         max_num_seqs,
         max_tokens,
-        chunked,
+        options.enable_chunked_prefill,
         num_drafts=num_drafts,
         drafter_has_kv=spec is not None and spec.head is not None,
     )
 
 
-def _given(name: str, value: int | None, default: int) -> int:
-    return default if value is None else _integer(name, value, least=1)
+def _given(name: str, value: int | None, default: int, most: int = MAX_COUNT) -> int:
+    return default if value is None else _integer(name, value, least=1, most=most)
 
 
-def _integer(name: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}: use a whole number of at least {least}")
-    return value
+def _integer(name: str, value: Any, least: int, most: int = MAX_COUNT) -> int:
+    if not is_whole(value) or value < least:
+        raise ConfigError(f"{name}={shown(value)}: use a whole number of at least {least}")
+    if value > most:
+        raise ConfigError(f"{name}={shown(value)}: use at most {most}")
+    return int(value)
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -228,8 +258,10 @@ _UNITS = {"": 1, "B": 1} | {
 
 def parse_bytes(name: str, value: int | str) -> int:
     """Bytes of `2147483648`, `2GiB`, `500MB` or `2G`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+    text = value if isinstance(value, str) else shown(value)
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2]) if match else None
     if match is None or unit is None or float(match[1]) <= 0:
-        raise ConfigError(f"{name}={value!r}: use a number of bytes, such as 2147483648 or 2GiB")
+        advice = "use a number of bytes, such as 2147483648 or 2GiB"
+        raise ConfigError(f"{name}={shown(value)}: {advice}")
     return int(float(match[1]) * unit)

@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 
 from stoop.config.errors import ConfigError
 from stoop.config.schema import DraftMethod, DraftSampleMethod, HeadSpec, SpecConfig
+from stoop.config.values import plain, shown
 
 MAX_DRAFTS = 16
 HEAD_METHODS = get_args(DraftMethod)
@@ -47,15 +48,16 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | No
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _refuse(f"is not JSON ({error}): write it as {EXAMPLE}") from None
     if not isinstance(given, Mapping):
-        raise _refuse(f"is {given!r}: write an object such as {EXAMPLE}")
+        raise _refuse(f"is {shown(given)}: write an object such as {EXAMPLE}")
     known = [f.name for f in dataclasses.fields(SpecOptions)]
     for key in given:
         if key not in known:
-            raise _refuse(f"has {key!r}, which stoop cannot honour: known are {', '.join(known)}")
-    options = SpecOptions(**given)
+            names = ", ".join(known)
+            raise _refuse(f"has {shown(key)}, which stoop cannot honour: known are {names}")
+    options = SpecOptions(**{key: plain(value) for key, value in given.items()})
     _check(options)
     return options
 
@@ -100,10 +102,10 @@ def _check(options: SpecOptions) -> None:
     ):
         if getattr(options, name) not in choices:
             allowed = " or ".join(str(choice) for choice in choices if choice)
-            raise _refuse(f"has {name}={getattr(options, name)!r}: use {allowed}")
+            raise _refuse(f"has {name}={shown(getattr(options, name))}: use {allowed}")
     for name in ("model", "revision"):
         if not isinstance(getattr(options, name), str | None):
-            raise _refuse(f"has {name}={getattr(options, name)!r}: use text")
+            raise _refuse(f"has {name}={shown(getattr(options, name))}: use text")
     if options.num_speculative_tokens is not None:
         _whole("num_speculative_tokens", options.num_speculative_tokens, 1, MAX_DRAFTS)
     ngram = options.method == "ngram"
@@ -188,5 +190,5 @@ def _is_number(value: object) -> bool:
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise _refuse(f"has {name}={value!r}: use a whole number from {low} to {high}")
+        raise _refuse(f"has {name}={shown(value)}: use a whole number from {low} to {high}")
     return value

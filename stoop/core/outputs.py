@@ -79,22 +79,43 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None  # one a token
-    finish_reason: str | None = None  # stop, length or abort
+    # stop, length, abort, or error: the tokenizer failed, and stop_reason says how.
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
     spec: SpecCounts | None = None  # of this answer; None if the engine does not speculate
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Seconds on the clock of `time.perf_counter`."""
+    """Seconds on the clock of `time.perf_counter`, but for `arrival_time`."""
 
     arrival: float
     first_token: float | None = None
     finished: float | None = None
+    last_token: float | None = None
+    arrival_time: float = 0.0  # on the clock of `time.time`
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """A request's times under vLLM's names.
+
+    Names that end in `_time` are on the clock of `time.time`, those in `_ts` on the clock of
+    `time.perf_counter`. None: it has not happened yet.
+    """
+
+    arrival_time: float
+    first_token_time: float | None
+    last_token_time: float | None
+    finished_time: float | None
+    queued_ts: float
+    first_token_ts: float | None
+    last_token_ts: float | None
+    first_token_latency: float | None  # seconds
+    num_generation_tokens: int  # of all answers
 
 
 @dataclass
@@ -107,3 +128,24 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     num_cached_tokens: int | None = None
     times: RequestTimes = field(default_factory=lambda: RequestTimes(0.0))
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        times = self.times
+
+        def on_wall_clock(moment: float | None) -> float | None:
+            return None if moment is None else times.arrival_time + moment - times.arrival
+
+        return RequestMetrics(
+            arrival_time=times.arrival_time,
+            first_token_time=on_wall_clock(times.first_token),
+            last_token_time=on_wall_clock(times.last_token),
+            finished_time=on_wall_clock(times.finished),
+            queued_ts=times.arrival,
+            first_token_ts=times.first_token,
+            last_token_ts=times.last_token,
+            first_token_latency=(
+                None if times.first_token is None else times.first_token - times.arrival
+            ),
+            num_generation_tokens=sum(len(answer.token_ids) for answer in self.outputs),
+        )

@@ -1,13 +1,15 @@
-"""What a user may ask of sampling. Checked when made, so that nothing is dropped later."""
+"""What a user may ask of sampling. Checked when made and when changed, so that nothing is dropped
+later."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from stoop.config.errors import RequestError
-from stoop.config.resolve import unknown_name
+from stoop.config.values import is_number, is_whole, plain, shown, unknown_name
+from stoop.config.vllm_names import SAMPLING_ARGS, check_foreign
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 
@@ -24,108 +26,80 @@ Params = TypeVar("Params", bound=type)
 
 
 def _refuse_unknown(cls: Params) -> Params:
-    """Make the constructor answer an unknown option with a sentence, not with a TypeError."""
+    """Make the constructor answer arguments that it cannot take with a sentence."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = [f.name for f in dataclasses.fields(cls)]
+    positional = [f.name for f in dataclasses.fields(cls) if not f.kw_only]
 
     @functools.wraps(init)
     def checked_init(self: object, *args: Any, **options: Any) -> None:
-        for name in options:
-            if name not in known:
-                raise RequestError(unknown_name("sampling option", name, known))
-        init(self, *args, **options)
+        if len(args) > len(positional) or any(name in options for name in positional[: len(args)]):
+            raise RequestError("write each option of SamplingParams once, as name=value")
+        _check_names({name: options[name] for name in options if name not in known}, known)
+        init(self, *args, **{name: options[name] for name in options if name in known})
 
     cls.__init__ = checked_init  # type: ignore[misc]
     return cls
 
 
+def _check_names(others: dict[str, Any], known: Sequence[str]) -> None:
+    """Refuse what stoop does not have, unless it is of vLLM and its value changes nothing."""
+    for name in others:
+        if name not in SAMPLING_ARGS:
+            raise RequestError(unknown_name("sampling option", name, known))
+    refusal = check_foreign(SAMPLING_ARGS, others)
+    if refusal is not None:
+        raise RequestError(refusal)
+
+
 @_refuse_unknown
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams:
+    """How to generate. Names, order and defaults are vLLM's.
+
+    A field may be assigned, and is checked when it is. The engine takes a copy of the parameters
+    when a request is made, so a later change affects later requests only.
+    """
+
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    seed: int | None = None  # None or -1: the engine draws one
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: as many as the model has room for
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # -1: the whole vocabulary
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    num_speculative_tokens: int | None = None  # drafts a step; None: as the engine does; 0: none
+    detokenize: bool = field(default=True, kw_only=True)
+    skip_special_tokens: bool = field(default=True, kw_only=True)
+    include_stop_str_in_output: bool = field(default=False, kw_only=True)
+    logit_bias: dict[int, float] | None = field(default=None, kw_only=True)
+    bad_words: Sequence[str] = field(default=(), kw_only=True)
+    # Drafts a step; None: as the engine does; 0: none.
+    num_speculative_tokens: int | None = field(default=None, kw_only=True)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        rule = _RULES.get(name)
+        if rule is None:
+            _check_names({name: value}, list(_RULES))
+            return
+        object.__setattr__(self, name, rule(name, plain(value)))
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            put(name, _as_tuple(name, getattr(self, name)))
-        if self.top_k == -1:
-            put("top_k", 0)
-        if self.logit_bias is not None:
-            put("logit_bias", _token_keys(self.logit_bias))
-        self._check_numbers()
-        self._check_lists()
-        self._check_switches()
-
-    def _check_numbers(self) -> None:
-        _whole("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, 0, MAX_COUNT)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
-        if self.num_speculative_tokens is not None:
-            _whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_COUNT)
+        """What one field allows may depend on another. Checked again when a request is made."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower it"
             )
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None and self.prompt_logprobs != -1:
-            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-
-    def _check_lists(self) -> None:
-        for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
-                if not isinstance(text, str) or not text:
-                    raise RequestError(f"{name} has {text!r}: use strings that are not empty")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True: use stop_token_ids instead")
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, MAX_COUNT)
-        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS)
-        _at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS)
-        _at_most("logit_bias", len(self.logit_bias or ()), MAX_LOGIT_BIAS)
-
-    def _check_switches(self) -> None:
-        for name in (
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "detokenize",
-            "skip_special_tokens",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r}: use True or False")
 
     @property
     def wants_scores(self) -> bool:
@@ -144,55 +118,133 @@ class SamplingParams:
         )
 
     def replace(self, **changes: Any) -> "SamplingParams":
+        """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one, checked once more."""
+        return dataclasses.replace(self)
 
-def _as_tuple(name: str, given: Any) -> tuple[Any, ...]:
-    """One string or a sequence, as a tuple."""
-    if given is None:
-        return ()
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, Sequence | frozenset | set):
-        raise RequestError(f"{name}={given!r}: use a list")
-    return tuple(given)
-
-
-def _token_keys(bias: dict[Any, Any]) -> dict[int, float]:
-    """Token ids as ints (JSON has string keys) with finite biases, or a refusal."""
-    if not isinstance(bias, dict):
-        raise RequestError(f"logit_bias={bias!r}: use a dictionary of token id to bias")
-    checked: dict[int, float] = {}
-    for key, value in bias.items():
-        # JSON has no keys but strings.
-        if isinstance(key, str) and key.isdigit():
-            key = int(key)
-        if not isinstance(key, int) or isinstance(key, bool):
-            raise RequestError(f"logit_bias has key {key!r}: use token ids")
-        _number(f"logit_bias[{key}]", value, -100.0, 100.0)
-        checked[key] = float(value)
-    return checked
+    @staticmethod
+    def from_optional(**options: Any) -> "SamplingParams":
+        """Options of None are left at their defaults, but for `max_tokens`."""
+        unset = {name for name, value in options.items() if value is None and name != "max_tokens"}
+        return SamplingParams(**{n: v for n, v in options.items() if n not in unset})
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    """Refuse what is not an int in [low, high]."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        bounds = f"of at least {low}" if high == MAX_COUNT else f"from {low} to {high}"
-        raise RequestError(f"{name}={value!r}: use a whole number {bounds}")
+Rule = Callable[[str, Any], Any]
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and low <= value <= high  # false for nan
-        and not (open_low and value == low)
-    )
-    if not ok:
-        bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name}={value!r}: use a number {bounds}")
+def _whole(low: int, high: int, *, also: dict[Any, int | None] | None = None) -> Rule:
+    """An int in [low, high], or one of the values in `also`, which stand for others."""
+
+    def check(name: str, value: Any) -> int | None:
+        for special, meaning in (also or {}).items():
+            if type(value) is type(special) and value == special:
+                return meaning
+        if not is_whole(value) or not low <= value <= high:
+            bounds = f"of at least {low}" if high == MAX_COUNT else f"from {low} to {high}"
+            raise RequestError(f"{name}={shown(value)}: use a whole number {bounds}")
+        return int(value)
+
+    return check
 
 
-def _at_most(name: str, found: int, limit: int) -> None:
-    if found > limit:
+def _number(low: float, high: float, *, open_low: bool = False) -> Rule:
+    """A number in [low, high], which nan is not."""
+
+    def check(name: str, value: Any) -> float:
+        ok = is_number(value) and low <= value <= high and not (open_low and value == low)
+        if not ok:
+            bounds = (
+                f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+            )
+            raise RequestError(f"{name}={shown(value)}: use a number {bounds}")
+        return float(value)
+
+    return check
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={shown(value)}: use True or False")
+    return value
+
+
+def _texts(limit: int | None) -> Rule:
+    """One string or several."""
+
+    def check(name: str, value: Any) -> list[str]:
+        texts = [value] if isinstance(value, str) else list(_items(name, value))
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"{name} has {shown(text)}: use strings that are not empty")
+        _at_most(name, len(texts), limit)
+        return texts
+
+    return check
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    check = _whole(0, MAX_COUNT)
+    ids = [check(name, plain(token)) for token in _items(name, value)]
+    _at_most(name, len(ids), MAX_STOP_IDS)
+    return ids
+
+
+def _biases(name: str, value: Any) -> dict[int, float] | None:
+    """Token ids as ints (JSON has string keys) with finite biases."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise RequestError(f"{name}={shown(value)}: use a dictionary of token id to bias")
+    check = _number(-100.0, 100.0)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = plain(key)
+        if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20:
+            token = int(token)
+        if not is_whole(token):
+            raise RequestError(f"{name} has key {shown(key)}: use token ids")
+        biases[int(token)] = check(f"{name}[{shown(token)}]", plain(bias))
+    _at_most(name, len(biases), MAX_LOGIT_BIAS)
+    return biases
+
+
+def _items(name: str, value: Any) -> Iterator[Any]:
+    if value is None:
+        return iter(())
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence | frozenset | set):
+        raise RequestError(f"{name}={shown(value)}: use a list")
+    return iter(value)
+
+
+def _at_most(name: str, found: int, limit: int | None) -> None:
+    if limit is not None and found > limit:
         raise RequestError(f"{name} has {found} entries: use at most {limit}")
+
+
+_RULES: dict[str, Rule] = {
+    "n": _whole(1, MAX_N),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.0, 100.0, open_low=True),
+    "temperature": _number(0.0, 100.0),
+    "top_p": _number(0.0, 1.0, open_low=True),
+    "top_k": _whole(0, MAX_COUNT, also={-1: 0}),
+    "min_p": _number(0.0, 1.0),
+    "seed": _whole(-(2**63), 2**63 - 1, also={None: None, -1: None}),
+    "stop": _texts(None),
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _switch,
+    "max_tokens": _whole(1, MAX_COUNT, also={None: None}),
+    "min_tokens": _whole(0, MAX_COUNT),
+    "logprobs": _whole(0, MAX_LOGPROBS, also={None: None, True: 1}),
+    "prompt_logprobs": _whole(0, MAX_LOGPROBS, also={None: None, True: 1, -1: -1}),
+    "detokenize": _switch,
+    "skip_special_tokens": _switch,
+    "include_stop_str_in_output": _switch,
+    "logit_bias": _biases,
+    "bad_words": _texts(MAX_BAD_WORDS),
+    "num_speculative_tokens": _whole(0, MAX_COUNT, also={None: None}),
+}

@@ -4,6 +4,7 @@ With `run_ahead` the host launches that many steps beyond the one whose result i
 device never waits for it; with 0 it is the plain loop.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ from stoop.core.step import StepPlan, StepResult
 from stoop.engine.draft_costs import DraftCosts
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.drafter import Drafter, find_drafter
-from stoop.engine.inputs import InputProcessor, Prompt
-from stoop.engine.outputs import Answer, RequestGroup
+from stoop.engine.inputs import InputProcessor, Prepared, Prompt, check_priority
+from stoop.engine.outputs import Answer, AnswerError, RequestGroup
 from stoop.models.hf_config import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
@@ -35,6 +36,8 @@ from stoop.worker.device import exempt_from_collection, find_device
 from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner
 from stoop.worker.spinning import share_cores
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -55,6 +58,7 @@ class Engine:
         self._spin_control = share_cores() if config.device.device == "cpu" else None
         self.runner = ModelRunner(config, report)
         self.scheduler = Scheduler(config.schedule, config.cache, self.runner.num_blocks)
+        self.inputs.capacity = self.scheduler.pool.num_usable * self.scheduler.block_size
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}
@@ -67,50 +71,34 @@ class Engine:
 
     # ---- requests ----
 
-    def prepare_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int = 0,
-        *,
-        final_only: bool = False,
+    def make_group(
+        self, request_id: str, prepared: Prepared, priority: int = 0, *, final_only: bool = False
     ) -> RequestGroup:
-        """Encode and check a request; one that cannot be served as asked is refused whole.
+        """A checked request with its seed, to be queued. Any thread may call this.
 
-        With `final_only` a step returns its output when it is finished, and not before. Changes
-        nothing, so any thread may call it at any time.
+        With `final_only` a step returns its output when it is finished, and not before.
         """
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise RequestError(f"priority={priority!r}: use a whole number; lower is served first")
-        text, token_ids = self.inputs.encode(prompt)
-        rules = self.inputs.resolve(params, len(token_ids))
         requests = [
-            Request(f"{request_id}/{index}", tuple(token_ids), each, priority)
-            for index, each in enumerate(rules)
+            Request(f"{request_id}/{index}", tuple(prepared.token_ids), rules, priority)
+            for index, rules in enumerate(self.inputs.rules(prepared))
         ]
-        self.scheduler.check(requests[0])
-        return RequestGroup(request_id, text, requests, self.tokenizer, final_only)
+        return RequestGroup(request_id, prepared.text, requests, self.tokenizer, final_only)
 
-    def add_prepared(self, groups: Sequence[RequestGroup]) -> None:
+    def add_groups(self, groups: Sequence[RequestGroup]) -> None:
         """Queue all of them or none."""
         for group in groups:
-            if group.request_id in self._groups:
-                raise RequestError(f"request id {group.request_id!r} is in use: choose another")
+            self._check_id(group.request_id)
         with self._whole:
             try:
                 for group in groups:
-                    self._add(group)
+                    self._groups[group.request_id] = group
+                    for answer in group.answers:
+                        self._answers[answer.request.request_id] = (group, answer)
+                        self.scheduler.add(answer.request)
             except BaseException:
                 for group in groups:
                     self._groups.pop(group.request_id, None)
                 raise
-
-    def _add(self, group: RequestGroup) -> None:
-        self._groups[group.request_id] = group
-        for answer in group.answers:
-            self._answers[answer.request.request_id] = (group, answer)
-            self.scheduler.add(answer.request)
 
     def add_request(
         self,
@@ -121,10 +109,15 @@ class Engine:
         *,
         final_only: bool = False,
     ) -> None:
-        """Prepare and queue one request."""
-        self.add_prepared(
-            [self.prepare_request(request_id, prompt, params, priority, final_only=final_only)]
-        )
+        """Check and queue one request; one that cannot be served as asked is refused whole."""
+        self._check_id(request_id)
+        check_priority(priority)
+        prepared = self.inputs.prepare(prompt, params)
+        self.add_groups([self.make_group(request_id, prepared, priority, final_only=final_only)])
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use: choose another")
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Stop a request; what it generated so far is returned."""
@@ -209,11 +202,16 @@ class Engine:
         changed: dict[RequestGroup, None] = {}
         for request, row in self.scheduler.update(result):
             group, answer = self._answers[request.request_id]
-            group.take_prompt_scores(answer, row)
             num_tokens = request.num_tokens
-            stop = answer.take(row)
+            try:
+                group.take_prompt_scores(answer, row)
+                stop = answer.take(row)
+            except AnswerError as error:
+                log.error("request %s: %s", group.request_id, error)
+                self._end(request, "error", str(error))
+                stop = None
             if stop is not None:
-                self._stop(request, stop)
+                self._end(request, "stop", stop)
                 # What came behind the stop string in the same run was not generated for anybody.
                 self.scheduler.stats.num_generated_tokens -= num_tokens - request.num_tokens
             changed[group] = None
@@ -231,12 +229,12 @@ class Engine:
                 self.trial.note_idle()
         return outputs
 
-    def _stop(self, request: Request, stop: str) -> None:
-        """A stop string is found in text, which the scheduler does not see."""
-        if request.finished:  # by its length in the same step: the stop string came first
-            request.finish_reason, request.stop_reason = "stop", stop
+    def _end(self, request: Request, reason: str, stop_reason: str) -> None:
+        """For a reason that lies in the text, which the scheduler does not see."""
+        if request.finished:  # by its length in the same step: what the text says came first
+            request.finish_reason, request.stop_reason = reason, stop_reason
         else:
-            self.scheduler.finish(request, "stop", stop)
+            self.scheduler.finish(request, reason, stop_reason)
 
     def _close(self, group: RequestGroup) -> None:
         self._groups.pop(group.request_id, None)

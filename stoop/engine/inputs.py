@@ -1,18 +1,48 @@
 """From what a user wrote to what the scheduler takes: token ids and resolved rules."""
 
+import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from stoop.config.errors import ConfigError, RequestError
 from stoop.config.schema import Config
+from stoop.config.values import is_whole, plain, shown
+from stoop.config.vllm_names import PROMPT_KEYS, check_foreign
+from stoop.core.prompts import Prompt
 from stoop.core.request import TokenRules
 from stoop.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_STOP_IDS, SamplingParams
 from stoop.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+__all__ = ["InputProcessor", "Prepared", "Prompt", "check_priority"]
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # spreads the seeds of one request's several answers
+
+# What the model's maker says of sampling, by the names of generation_config.json.
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that has passed every check. All that it lacks is a seed."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams  # the engine's own copy
+    max_tokens: int
+    num_drafts: int
+    stop_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 class InputProcessor:
@@ -20,6 +50,7 @@ class InputProcessor:
         self.vocab_size = config.model.vocab_size
         self.max_model_len = config.schedule.max_model_len
         self.num_drafts = config.schedule.num_drafts
+        self.folder = Path(config.load.folder)
         eos_token_ids = set(config.model.eos_token_ids)
         if not eos_token_ids and tokenizer and tokenizer.eos_token_id is not None:
             eos_token_ids = {tokenizer.eos_token_id}
@@ -31,28 +62,112 @@ class InputProcessor:
                 f"most {MAX_STOP_IDS}: mend eos_token_id in its generation_config.json"
             )
         self.tokenizer = tokenizer
+        # Tokens that fit into the KV cache, as soon as its size is known.
+        self.capacity: int | None = None
         self._seeds = random.Random(seed)
+        self._copied: SamplingParams | None = None
+
+    # ---- a request ----
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+        """Check a request, and copy what the user could still change. No seed is drawn."""
+        text, token_ids = self.encode(prompt)
+        if self.capacity is not None and len(token_ids) >= self.capacity:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens and the KV cache holds {self.capacity}: "
+                "shorten the prompt or raise kv_cache_memory"
+            )
+        params = self._own(params)
+        self._check_vocabulary(params)
+        room = self.max_model_len - len(token_ids)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.eos_token_ids
+        return Prepared(
+            text=text,
+            token_ids=token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            num_drafts=self._num_drafts(params),
+            stop_ids=stop_ids,
+            bad_words=self._bad_words(params.bad_words),
+        )
+
+    def rules(self, prepared: Prepared) -> list[TokenRules]:
+        """Rules for each of the `n` answers.
+
+        This draws a seed if the user gave none. So it comes last, when nothing can refuse the
+        request any more: a refused one leaves the seeds of later requests as they are.
+        """
+        params = prepared.params
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        # The first answer's pass over the prompt speaks for all.
+        others = params
+        if params.n > 1 and params.prompt_logprobs is not None:
+            others = params.replace(prompt_logprobs=None)
+        return [
+            TokenRules(
+                params=others if index else params,
+                seed=_signed(seed + index * _SEED_STRIDE),
+                max_tokens=prepared.max_tokens,
+                num_drafts=prepared.num_drafts,
+                stop_ids=prepared.stop_ids,
+                bad_words=prepared.bad_words,
+            )
+            for index in range(params.n)
+        ]
+
+    @cached_property
+    def default_params(self) -> SamplingParams:
+        """What generation_config.json asks for, as vLLM reads it. Copy it before it is changed."""
+        try:
+            found = json.loads((self.folder / "generation_config.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return SamplingParams()
+        options = {}
+        for theirs, ours in _GENERATION_DEFAULTS.items():
+            if isinstance(found, Mapping) and found.get(theirs) is not None:
+                options[ours] = found[theirs]
+        try:
+            return SamplingParams(**options)
+        except RequestError as error:
+            raise RequestError(
+                f"generation_config.json of the model has {error}; or pass sampling_params"
+            ) from None
+
+    # ---- the prompt ----
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it came as text, and its token ids."""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
-                raise RequestError(
-                    f"a prompt dictionary has keys {sorted(prompt)}: use 'prompt' or "
-                    "'prompt_token_ids'"
-                )
-            text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
-                return text, self._check_ids(prompt["prompt_token_ids"])
-            return self.encode(text)  # type: ignore[arg-type]
+            return self._encode_mapping(prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the engine has no tokenizer: pass token ids as the prompt")
             return prompt, self._check_ids(self.tokenizer.encode(prompt))
         return None, self._check_ids(prompt)
 
+    def _encode_mapping(self, prompt: Mapping[Any, Any]) -> tuple[str | None, list[int]]:
+        given = {key: value for key, value in prompt.items() if value is not None}
+        others = {k: v for k, v in given.items() if k not in ("prompt", "prompt_token_ids")}
+        if len(others) == len(given) or not others.keys() <= PROMPT_KEYS.keys():
+            keys = ", ".join(map(shown, prompt)) or "no keys"
+            raise RequestError(
+                f"a prompt dictionary has {keys}: use 'prompt' or 'prompt_token_ids'"
+            )
+        refusal = check_foreign(PROMPT_KEYS, others)
+        if refusal is not None:
+            raise RequestError(refusal)
+        text = given.get("prompt")
+        if not isinstance(text, str | None):
+            raise RequestError(f"'prompt' is {type(text).__name__}: use text")
+        if "prompt_token_ids" in given:
+            return text, self._check_ids(given["prompt_token_ids"])
+        assert text is not None
+        return self.encode(text)
+
     def _check_ids(self, token_ids: Any) -> list[int]:
+        token_ids = plain(token_ids)
         if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
             raise RequestError(
                 f"a prompt is text or a list of token ids, not {type(token_ids).__name__}"
@@ -60,12 +175,17 @@ class InputProcessor:
         ids = list(token_ids)
         if not ids:
             raise RequestError("the prompt is empty: give at least one token")
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise RequestError(f"the prompt has {token!r} among its token ids: use integers")
+        for place, token in enumerate(ids):
+            if type(token) is not int:
+                ids[place] = token = plain(token)
+                if not is_whole(token):
+                    raise RequestError(
+                        f"the prompt has {shown(token)} among its token ids: use integers"
+                    )
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"the prompt has token id {token}: the model knows 0 to {self.vocab_size - 1}"
+                    f"the prompt has token id {shown(token)}: the model knows 0 to "
+                    f"{self.vocab_size - 1}"
                 )
         if len(ids) >= self.max_model_len:
             raise RequestError(
@@ -74,31 +194,19 @@ class InputProcessor:
             )
         return ids
 
-    def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> list[TokenRules]:
-        """Rules for each of the `n` answers."""
+    # ---- sampling ----
+
+    def _own(self, params: SamplingParams) -> SamplingParams:
+        """A copy, checked: the user may change theirs while the request runs.
+
+        Requests with equal parameters share one, since many prompts often come with the same.
+        """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}: use SamplingParams")
-        self._check_vocabulary(params)
-        room = self.max_model_len - num_prompt_tokens
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_token_ids
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        bad_words = self._bad_words(params.bad_words)
-        num_drafts = self._num_drafts(params)
-        # The first answer's pass over the prompt speaks for all.
-        others = params.replace(prompt_logprobs=None)
-        return [
-            TokenRules(
-                params=others if index else params,
-                seed=_signed(seed + index * _SEED_STRIDE),
-                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-                num_drafts=num_drafts,
-                stop_ids=stop_ids,
-                bad_words=bad_words,
-            )
-            for index in range(params.n)
-        ]
+        copied = self._copied
+        if copied is None or copied != params:
+            copied = self._copied = params.clone()
+        return copied
 
     def _num_drafts(self, params: SamplingParams) -> int:
         wanted = params.num_speculative_tokens
@@ -137,6 +245,11 @@ class InputProcessor:
                 if all(token < self.vocab_size for token in ids):
                     found[ids] = None
         return tuple(found)
+
+
+def check_priority(priority: object) -> None:
+    if not is_whole(priority):
+        raise RequestError(f"priority={shown(priority)}: use a whole number; lower is served first")
 
 
 def _signed(value: int) -> int:

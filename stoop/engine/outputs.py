@@ -3,12 +3,17 @@
 import time
 from collections.abc import Sequence
 
+from stoop.config.errors import RequestError
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 from stoop.core.request import Request, RequestStatus
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import RowResult, TokenScores
 from stoop.text.detokenize import TextStream
 from stoop.text.tokenizer import Tokenizer
+
+
+class AnswerError(RequestError):
+    """The text of one answer could not be made. Only this answer is lost."""
 
 
 class Answer:
@@ -22,32 +27,39 @@ class Answer:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self._num_taken = 0
-        self._stream: TextStream | None = None
-        if tokenizer is not None and params.detokenize:
-            self._stream = TextStream(
-                tokenizer,
-                params.stop,
-                skip_special_tokens=params.skip_special_tokens,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
+        self._has_text = tokenizer is not None and params.detokenize
+        self._stream: TextStream | None = None  # made for the first tokens
 
     @property
     def text(self) -> str:
         return self._stream.text if self._stream else ""
 
     def take(self, row: RowResult) -> str | None:
-        """Read new tokens into text; returns the stop string that they completed, if any."""
-        if self._stream is None and self.logprobs is None:
+        """Read new tokens into text; returns the stop string that they completed, if any.
+
+        Raises `AnswerError` if the tokenizer fails. The answer then keeps the text that it has,
+        and the caller ends its request.
+        """
+        if not self._has_text and self.logprobs is None:
             return None
+        try:
+            return self._take(row)
+        except BaseException as error:
+            if not _is_tokenizer_failure(error):
+                raise
+            raise self.failed(error) from error
+
+    def _take(self, row: RowResult) -> str | None:
         new_ids = self.request.token_ids[self.request.num_prompt_tokens + self._num_taken :]
         self._num_taken += len(new_ids)
         if self.logprobs is not None:
             for scores in row.scores[: len(new_ids)]:
                 self.logprobs.append(decode_scores(scores, self.tokenizer))
                 self.cumulative_logprob += scores.logprobs[0]
-        if self._stream is None:
+        if not self._has_text:
             return None
+        if self._stream is None:
+            self._stream = self._make_stream()
         self._stream.append(self._without_stop_token(new_ids))
         if self._stream.stopped is not None:
             self._drop_after_stop()
@@ -58,14 +70,38 @@ class Answer:
 
     def finish(self) -> None:
         """Release text that was held back, when the request ends from outside."""
-        if self._stream is not None:
-            self._stream.finish()
+        try:
+            if self._stream is not None:
+                self._stream.finish()
+        except BaseException as error:
+            # The request ends in any case, with the text that it has.
+            if not _is_tokenizer_failure(error):
+                raise
+
+    def _make_stream(self) -> TextStream:
+        assert self.tokenizer is not None
+        params = self.request.rules.params
+        return TextStream(
+            self.tokenizer,
+            params.stop,
+            prompt_ids=self.request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def failed(self, error: BaseException) -> AnswerError:
+        """Release what there is, and say what happened."""
+        self.finish()
+        return AnswerError(
+            f"the tokenizer failed on this answer ({_one_line(error)}): use its token ids"
+        )
 
     def output(self) -> CompletionOutput:
         request = self.request
         return CompletionOutput(
             self.index,
-            self._stream.text if self._stream else "",
+            self.text,
             request.token_ids[request.num_prompt_tokens :],
             None if self.logprobs is None else self.cumulative_logprob,
             None if self.logprobs is None else list(self.logprobs),
@@ -114,7 +150,12 @@ class RequestGroup:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
-        self.times = RequestTimes(time.perf_counter())
+        self.arrival_time = time.time()
+        self.arrival = time.perf_counter()
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.ended: float | None = None
+        self._num_output_tokens = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -133,17 +174,25 @@ class RequestGroup:
             return
         # After a preemption the prompt is scored again from its beginning.
         known = len(self.prompt_logprobs) - row.prompt_scores_start
-        for scores in row.prompt_scores[max(known, 0) :]:
-            self.prompt_logprobs.append(decode_scores(scores, self.tokenizer))
+        try:
+            for scores in row.prompt_scores[max(known, 0) :]:
+                self.prompt_logprobs.append(decode_scores(scores, self.tokenizer))
+        except BaseException as error:
+            if not _is_tokenizer_failure(error):
+                raise
+            raise answer.failed(error) from error
 
     def note_times(self, finished: bool) -> None:
-        times = self.times
-        if times.first_token is not None and not finished:
-            return
+        """Call when a step changed the group, and when it ended."""
         now = time.perf_counter()
-        started = any(answer.request.num_output_tokens for answer in self.answers)
-        first = times.first_token or (now if started else None)
-        self.times = RequestTimes(times.arrival, first, now if finished else None)
+        num_tokens = sum(answer.request.num_output_tokens for answer in self.answers)
+        if num_tokens != self._num_output_tokens:
+            self._num_output_tokens = num_tokens
+            self.last_token = now
+            if self.first_token is None:
+                self.first_token = now
+        if finished:
+            self.ended = now
 
     def output(self, finished: bool) -> RequestOutput:
         return RequestOutput(
@@ -154,7 +203,9 @@ class RequestGroup:
             finished,
             None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             self.answers[0].request.num_cached,
-            self.times,
+            RequestTimes(
+                self.arrival, self.first_token, self.ended, self.last_token, self.arrival_time
+            ),
         )
 
 
@@ -166,3 +217,12 @@ def decode_scores(scores: TokenScores, tokenizer: Tokenizer | None) -> dict[int,
             text = None if tokenizer is None else tokenizer.decode([token], False)
             entries[token] = Logprob(logprob, place or scores.rank, text)
     return entries
+
+
+def _is_tokenizer_failure(error: BaseException) -> bool:
+    """Whether to blame this answer's text. A panic in the tokenizers library is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -166,7 +166,7 @@ class SharedEngine:
             return
         try:
             self._boxes.update(dict.fromkeys(here.request_ids, here))
-            self.engine.add_prepared(groups)
+            self.engine.add_groups(groups)
         except BaseException as error:
             for request_id in here.request_ids:
                 box.fail(request_id, error)

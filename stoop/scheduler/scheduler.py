@@ -80,8 +80,10 @@ class Scheduler:
 
     # ---- requests come and go ----
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that could never run. Reads nothing that a step changes."""
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse one that could never run."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use: choose another")
         limit = self.config.max_model_len
         if request.num_prompt_tokens >= limit:
             raise RequestError(
@@ -94,13 +96,6 @@ class Scheduler:
                 f"the prompt has {request.num_prompt_tokens} tokens and the KV cache holds "
                 f"{capacity}: shorten the prompt or raise kv_cache_memory"
             )
-
-    def add(self, request: Request) -> None:
-        """Queue a request, or refuse one that could never run."""
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use: choose another")
-        self.check(request)
-        limit = self.config.max_model_len
         request.spec = SpecCounts.of(self.config.num_drafts)
         request.arrival = self._num_arrivals
         request.token_limit = min(request.num_prompt_tokens + request.rules.max_tokens, limit)

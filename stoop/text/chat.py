@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,14 +26,19 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
         tools: list[dict[str, Any]] | None,
+        chat_template: str | None = None,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt for these messages; what the template refuses is a `RequestError`."""
+        """The prompt for these messages; what the template refuses is a `RequestError`.
+
+        chat_template: the text of another template, or the name of one of these
+        """
+        _check_tools(tools)
         checked = [_check_message(message) for message in _check_list(messages)]
         if continue_final_message:
             checked[-1] = _mark_end(checked[-1])
@@ -43,15 +48,35 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        text = _render(self._source(tools), context)
+        text = _render(self._source(tools, chat_template), context)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _source(self, tools: list[dict[str, Any]] | None) -> str:
+    def _source(self, tools: list[dict[str, Any]] | None, chosen: str | None) -> str:
+        if chosen is not None:
+            if not isinstance(chosen, str):
+                raise RequestError(
+                    f"chat_template is {type(chosen).__name__}: use the text of a Jinja template"
+                )
+            return self._sources.get(chosen, chosen)
+        if not self._sources:
+            raise RequestError(
+                "this model has no chat template: pass chat_template, or use generate with a "
+                "prompt instead of messages"
+            )
         if tools and "tool_use" in self._sources:
             return self._sources["tool_use"]
         if "default" in self._sources:
             return self._sources["default"]
         return next(iter(self._sources.values()))
+
+
+def as_conversations(messages: Any) -> list[Any]:
+    """One conversation or several; each is checked when it is rendered."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise _no_messages(messages)
+    if not messages or isinstance(messages[0], Mapping):
+        return [messages]
+    return list(messages)
 
 
 def load_chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
@@ -77,19 +102,26 @@ def _render(source: str, context: Mapping[str, Any]) -> str:
     import jinja2
 
     try:
-        return _compile(source).render(**context)
+        return _compile(source).render(context)
     except jinja2.TemplateError as error:
-        raise RequestError(f"the chat template refused these messages: {error}") from error
+        raise RequestError(
+            f"the chat template refused these messages: {_one_line(error)}"
+        ) from error
     except Exception as error:
         # A template is a program from outside: on messages of a form that it does not expect
         # (a missing key, None for a string) it may fail in any way.
         raise RequestError(
-            f"the chat template failed on these messages ({type(error).__name__}: {error}): "
+            f"the chat template failed on these messages ({type(error).__name__}: "
+            f"{_one_line(error)}): "
             "check the roles and contents"
         ) from error
 
 
-@cache
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+@lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     import jinja2.ext
     import jinja2.nodes
@@ -143,18 +175,31 @@ def _to_json(
     )
 
 
-def _check_list(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def _check_list(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError(
-            'messages is a list such as [{"role": "user", "content": "Hello"}], '
-            f"not {type(messages).__name__}"
-        )
+        raise _no_messages(messages)
     if not messages:
         raise RequestError("messages is empty: give at least one message")
     return messages
 
 
-def _check_message(message: dict[str, Any]) -> dict[str, Any]:
+def _no_messages(given: object) -> RequestError:
+    return RequestError(
+        'messages is a list such as [{"role": "user", "content": "Hello"}], '
+        f"not {type(given).__name__}"
+    )
+
+
+def _check_tools(tools: Any) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+        raise RequestError(
+            'tools is a list of objects such as {"type": "function", "function": {...}}'
+        )
+
+
+def _check_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy whose content is a string (or None, beside tool calls)."""
     if not isinstance(message, Mapping):
         raise RequestError(
@@ -162,6 +207,8 @@ def _check_message(message: dict[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(message.get("role"), str):
         raise RequestError('each message needs a "role" that is a string, such as "user"')
+    if not all(isinstance(key, str) for key in message):
+        raise RequestError("the keys of a message are strings")
     return {**message, "content": _flatten(message.get("content"), message)}
 
 

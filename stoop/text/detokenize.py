@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from stoop.config.errors import RequestError
 from stoop.text.tokenizer import Tokenizer
@@ -16,6 +17,8 @@ MAX_HELD = 3
 # each at most), the character before them, and three bytes in which UTF-8 finds its step again.
 WINDOW_TOKENS = 16
 MAX_WINDOW_TOKENS = 48
+# Of a prompt. A few more than a window, for it may start and end inside a character.
+MAX_TAIL_TOKENS = WINDOW_TOKENS + 2 * MAX_HELD
 
 
 class IncrementalDetokenizer:
@@ -36,7 +39,8 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ) -> None:
-        """With `prompt_ids`, the text is what follows the prompt, as decoded behind it."""
+        """With `prompt_ids`, the text is the continuation of the prompt: many decoders drop the
+        space that begins a text, and an answer to a prompt must keep it."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._anchor: list[int] = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
@@ -45,7 +49,8 @@ class IncrementalDetokenizer:
         self._num_characters = 0  # of the window's text
         self._num_released = 0  # those of them that were given out
         self._num_held = 0  # those of them that may still change
-        self._start_behind(prompt_ids)
+        self._num_in_prompt = 0  # replacement characters that the prompt's own text ends in
+        self._continue_from(prompt_ids)
 
     @property
     def text(self) -> str:
@@ -56,25 +61,50 @@ class IncrementalDetokenizer:
 
     def append(self, ids: Sequence[int]) -> str:
         """Take ids and return the new text that can no longer change."""
-        new_text = "".join([self._step(token_id) for token_id in ids])
-        if new_text:
-            self._parts.append(new_text)
-        return new_text
+        return self._release("".join([self._step(token_id) for token_id in ids]))
 
     def finish(self) -> str:
         """The text that was held back because more ids could have changed it."""
         new_text = REPLACEMENT * self._num_held
         self._restart()
+        return self._release(new_text)
+
+    def _release(self, new_text: str) -> str:
+        if self._num_in_prompt and new_text:
+            # Half a character at the end of the prompt that the answer did not complete.
+            num_leading = len(new_text) - len(new_text.lstrip(REPLACEMENT))
+            num_repeated = min(num_leading, self._num_in_prompt)
+            new_text = new_text[num_repeated:]
+            self._num_in_prompt = 0 if new_text else self._num_in_prompt - num_repeated
         if new_text:
             self._parts.append(new_text)
         return new_text
 
-    def _start_behind(self, prompt_ids: Sequence[int]) -> None:
-        tail = [token_id for token_id in prompt_ids if self._has_text(token_id)]
-        if len(tail) > WINDOW_TOKENS:
+    def _continue_from(self, prompt_ids: Sequence[int]) -> None:
+        """Start where the prompt's text ends. Only its last tokens are looked at."""
+        with_text = (token_id for token_id in reversed(prompt_ids) if self._has_text(token_id))
+        tail = list(islice(with_text, MAX_TAIL_TOKENS))[::-1]
+        # The prompt may end inside a character, with at most so many of its tokens.
+        num_whole = len(tail)
+        while num_whole and not self._ends_whole(tail[:num_whole], len(tail) == MAX_TAIL_TOKENS):
+            num_whole -= 1
+            if len(tail) - num_whole > MAX_HELD:  # replacement characters all over
+                num_whole = max(len(tail) - WINDOW_TOKENS, 0)
+                break
+        if num_whole:
             self._restart()
-        for token_id in tail[-WINDOW_TOKENS:]:
+        for token_id in tail[num_whole:]:
             self._step(token_id)
+        self._num_in_prompt = self._num_held
+
+    def _ends_whole(self, ids: list[int], is_cut: bool) -> bool:
+        """Whether the text of these ids ends in a whole character.
+
+        Where they were cut out of a text, they may start inside a character. In a run of
+        byte-fallback tokens that would spoil the whole run, so other starts are tried.
+        """
+        starts = range(MAX_HELD + 1 if is_cut else 1)
+        return any(not self._decode(ids[start:]).endswith(REPLACEMENT) for start in starts)
 
     def _step(self, token_id: int) -> str:
         if not self._has_text(token_id):
@@ -97,7 +127,7 @@ class IncrementalDetokenizer:
 
     def _restart(self) -> None:
         self._window = self._anchor.copy()
-        self._num_characters = len(self._decode(self._window)) if self._window else 0
+        self._num_characters = self._tokenizer.anchor_length
         self._num_released = self._num_characters
         self._num_held = 0
 
@@ -139,12 +169,16 @@ class StopChecker:
         self._held = ""
         self.stopped: str | None = None
 
-    def push(self, new_text: str) -> str:
-        """Take text and return what is certain to come before any stop string."""
+    def push(self, new_text: str, may_stop: bool = True) -> str:
+        """Take text and return what is certain to come before any stop string.
+
+        Without `may_stop`, a stop string that ends in this text is ordinary text. One that only
+        begins in it still counts when later text completes it.
+        """
         if self.stopped is not None:
             return ""
         text = self._held + new_text
-        found = self._find(text)
+        found = self._find(text, len(self._held)) if may_stop else None
         if found is not None:
             end, word = found
             self.stopped = word
@@ -159,11 +193,12 @@ class StopChecker:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
+    def _find(self, text: str, num_searched: int) -> tuple[int, str] | None:
+        """The first stop string that ends after the first `num_searched` characters."""
         found = [
             (position + len(word), word)
             for word in self._stop
-            if (position := text.find(word)) >= 0
+            if (position := text.find(word, max(num_searched - len(word) + 1, 0))) >= 0
         ]
         return min(found, key=lambda hit: (hit[0], -len(hit[1])), default=None)
 
@@ -190,7 +225,7 @@ class TextStream:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """The text of the first `min_tokens` ids is not searched for stop strings."""
+        """A stop string that the first `min_tokens` ids complete does not stop the text."""
         self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._checker = StopChecker(stop, include_stop)
@@ -218,15 +253,14 @@ class TextStream:
                 break
             self.num_tokens += 1
             new_text = self._detokenizer.append([token_id])
-            is_searched = self.num_tokens > self._min_tokens
-            released.append(self._checker.push(new_text) if is_searched else new_text)
+            released.append(self._checker.push(new_text, self.num_tokens > self._min_tokens))
         return self._keep("".join(released))
 
     def finish(self) -> str:
-        """Release what was held back; nothing follows."""
+        """Release what was held back; nothing follows. Half a character completes no string."""
         if self.stopped is not None:
             return ""
-        return self._keep(self._checker.push(self._detokenizer.finish()) + self._checker.finish())
+        return self._keep(self._checker.finish() + self._detokenizer.finish())
 
     def _keep(self, released: str) -> str:
         if released:

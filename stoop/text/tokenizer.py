@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoop.config.errors import CheckpointError, RequestError
-from stoop.text.chat import ChatTemplate, load_chat_template
+from stoop.config.values import is_whole, plain, shown
+from stoop.text.chat import ChatTemplate, as_conversations, load_chat_template
 
 if TYPE_CHECKING:
     import tokenizers
+
+# What transformers' apply_chat_template takes for tensors and training.
+_TENSOR_ARGUMENTS = (
+    "padding", "truncation", "max_length", "return_tensors", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
 
 # Files from which transformers can build the tokenizer.json that a folder lacks.
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -50,6 +57,8 @@ class Tokenizer:
     def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """Read the tokenizer of a folder in Hugging Face layout."""
         folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"tokenizer {folder} is not a folder: name one with its files")
         settings = _read_json(folder / "special_tokens_map.json")
         settings.update(_read_json(folder / "tokenizer_config.json"))
         backend = _load_backend(folder)
@@ -80,8 +89,11 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids that the vocabulary lacks give no text."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids, or of one; ids that the vocabulary lacks give no text."""
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError):
+            return self._backend.decode(_plain_ids(ids), skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` looks at this id at all."""
@@ -98,45 +110,99 @@ class Tokenizer:
                 return ids[-1]
         return None
 
+    @cached_property
+    def anchor_length(self) -> int:
+        """Characters of the anchor's text."""
+        return 0 if self.anchor_id is None else len(self.decode([self.anchor_id]))
+
     def render_chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        **template_kwargs: Any,
+        *,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **more_variables: Any,
     ) -> str:
         """The prompt that the model's chat template makes of messages.
 
         With `continue_final_message` the prompt ends inside the last message, whatever
-        `add_generation_prompt` says, so that the model goes on with it.
+        `add_generation_prompt` says, so that the model goes on with it. `variables` are those of
+        the template, such as `enable_thinking`; they may also be passed by name.
         """
-        if self._chat_template is None:
+        if not isinstance(variables, Mapping | None):
             raise RequestError(
-                "this model has no chat template: use generate with a prompt instead of messages"
+                f"the variables of a chat template are a dictionary, not {type(variables).__name__}"
             )
-        variables = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
-        return self._chat_template.render(
+        template = self._chat_template or ChatTemplate({})
+        known = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            variables={**variables, **template_kwargs},
+            chat_template=chat_template,
+            variables={**known, **(variables or {}), **more_variables},
         )
 
     def encode_chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        **template_kwargs: Any,
+        **options: Any,
     ) -> list[int]:
         """Token ids of `render_chat`; the template writes its own bos, so none is added."""
         text = self.render_chat(
-            messages, add_generation_prompt, continue_final_message, tools, **template_kwargs
+            messages, add_generation_prompt, continue_final_message, tools, **options
         )
         return self.encode(text, add_special_tokens=False)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """As the tokenizers of transformers do it: token ids, or text if not `tokenize`.
+
+        Of several conversations a list. Further arguments are variables of the template. With
+        `return_dict=True` ids come as {"input_ids": ..., "attention_mask": ...}.
+        """
+        as_dict = variables.pop("return_dict", False)
+        for name in _TENSOR_ARGUMENTS:
+            if variables.pop(name, None):
+                raise RequestError(f"apply_chat_template returns plain lists: leave out {name}")
+        conversations = as_conversations(conversation)
+        texts = [
+            self.render_chat(
+                each,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                chat_template=chat_template,
+                variables=variables,
+            )
+            for each in conversations
+        ]
+        one = conversations[0] is conversation
+        if not tokenize:
+            return texts[0] if one else texts
+        ids = [self.encode(text, add_special_tokens=False) for text in texts]
+        masks = [[1] * len(each) for each in ids]
+        if as_dict:
+            return {
+                "input_ids": ids[0] if one else ids,
+                "attention_mask": masks[0] if one else masks,
+            }
+        return ids[0] if one else ids
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
@@ -145,6 +211,15 @@ class Tokenizer:
         # Any character will do: we only look at what the post-processor puts in front.
         ids = self._backend.encode("a", add_special_tokens=True).ids
         return bool(ids) and ids[0] == self.bos_token_id
+
+
+def _plain_ids(ids: Any) -> list[int]:
+    """Ids of numpy or torch, or a single one."""
+    ids = plain(ids)
+    listed = [plain(each) for each in ids] if isinstance(ids, Sequence) else [ids]
+    if not all(is_whole(token_id) and 0 <= token_id < 2**32 for token_id in listed):
+        raise RequestError(f"decode takes token ids, not {shown(ids)}")
+    return listed
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -243,6 +243,8 @@ def test_a_bad_priority_is_refused_and_the_engine_goes_on(llm: LLM, priority: li
 def test_a_stream_takes_one_prompt(llm: LLM) -> None:
     with pytest.raises(RequestError, match="use generate"):
         next(llm.stream(["a", "b"], GREEDY))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        next(llm.stream([], GREEDY))
 
 
 @pytest.mark.parametrize("messages", [[], [[]]])

@@ -199,6 +199,9 @@ FILTERS: dict[str, Case] = {
     "greedy edited": Case(
         sampling(temperature=0.0, logit_bias={3: 5.0}, top_k=3, top_p=0.5), bad_words=((15,),)
     ),
+    # The temperature decides what min_p drops.
+    "min_p hot": Case(sampling(temperature=2.0, min_p=0.3)),
+    "min_p cold": Case(sampling(temperature=0.5, min_p=0.3)),
 }
 
 
@@ -555,6 +558,18 @@ def temperature_after_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "draw", late)
 
 
+def min_p_before_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    temper, apply = ops.temper_, ops.apply_min_p_
+    temperatures: list[torch.Tensor] = []
+
+    def early(logits: torch.Tensor, min_p: torch.Tensor) -> None:
+        apply(logits, min_p)
+        temper(logits, temperatures.pop())
+
+    monkeypatch.setattr(ops, "temper_", lambda logits, t: temperatures.append(t))
+    monkeypatch.setattr(ops, "apply_min_p_", early)
+
+
 def too_little_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = ops.gumbel
     monkeypatch.setattr(ops, "gumbel", lambda *args: noise(*args) * 0.9)
@@ -586,6 +601,7 @@ def rows_of_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         presence_counts_the_prompt,
         noise_without_seed,
         temperature_after_filters,
+        min_p_before_temperature,
         too_little_noise,
         top_p_drops_the_crossing_token,
         rows_of_one_slot,

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -221,6 +222,55 @@ def test_a_character_split_between_prompt_and_output_is_whole() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode("😀")
     assert IncrementalDetokenizer(tokenizer, ids[:2]).append(ids[2:]) == "😀"
+    assert IncrementalDetokenizer(tokenizer, [*tokenizer.encode("x" * 40), *ids[:2]]).append(
+        ids[2:]
+    ) == ("😀")
+
+
+@given(prompt=spm_sequences, answer=spm_sequences, skip=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_prompt_and_answer_join_to_the_whole_text(
+    prompt: list[list[int]], answer: list[list[int]], skip: bool
+) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    prompt_ids, ids = list(chain(*prompt)), list(chain(*answer))
+    assert byte_runs_are_valid(prompt_ids)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip)
+    pieces = [detokenizer.append([token_id]) for token_id in ids]
+    text = "".join(pieces) + detokenizer.finish()
+    before = tokenizer.decode(prompt_ids, skip)
+    assert before + text == tokenizer.decode(prompt_ids + ids, skip)
+
+
+def test_only_the_end_of_a_long_prompt_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    prompt_ids = tokenizer.encode("word " * 2000)
+    looked_at = 0
+    has_text = Tokenizer.has_text
+
+    def counted(self: Tokenizer, token_id: int, skip_special_tokens: bool = True) -> bool:
+        nonlocal looked_at
+        looked_at += 1
+        return has_text(self, token_id, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "has_text", counted)
+    IncrementalDetokenizer(tokenizer, prompt_ids)
+    assert looked_at <= detokenize.MAX_TAIL_TOKENS
+
+
+@given(text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=30), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_prompt_may_end_inside_a_character(text: str, data: st.DataObject) -> None:
+    """Both kinds of bytes; the answer shows the whole character."""
+    text = "x" + text.replace("\ufffd", "")
+    for tokenizer, ids in (
+        (byte_tokenizer(), byte_tokenizer().encode(text)),
+        (sentencepiece_tokenizer(), [byte + 2 for byte in text.encode()]),
+    ):
+        place = data.draw(st.integers(0, len(ids)))
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[:place])
+        found = detokenizer.append(ids[place:]) + detokenizer.finish()
+        assert text.encode()[:place].decode(errors="ignore") + found == text
 
 
 def test_cost_per_token_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +382,73 @@ def test_the_first_tokens_are_not_searched() -> None:
     text_stream.append(tokenizer.encode("abab"))
     assert text_stream.text == "aba"
     assert text_stream.num_tokens == 4
+
+
+def test_a_stop_string_counts_by_the_token_that_completes_it() -> None:
+    """Two line breaks over tokens 3 and 4: the fourth token completes them."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("ab\n\nrest")
+    for min_tokens, text, num_tokens in ((2, "ab", 4), (3, "ab", 4), (4, "ab\n\nrest", 8)):
+        for include in (False, True):
+            text_stream = TextStream(
+                tokenizer, ["\n\n"], include_stop=include, min_tokens=min_tokens
+            )
+            text_stream.append(ids)
+            text_stream.finish()
+            stopped = text_stream.stopped is not None
+            assert stopped == (min_tokens < 4)
+            assert text_stream.text == text + "\n\n" * (stopped and include)
+            assert text_stream.num_tokens == num_tokens
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_within_min_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    text_stream = TextStream(tokenizer, ["END"], min_tokens=4)
+    assert text_stream.append(tokenizer.encode("x EN")) == "x "
+    assert text_stream.append(tokenizer.encode("D")) == ""
+    assert text_stream.stopped == "END"
+
+
+def expected_stream(
+    pieces: list[str], stop: list[str], include: bool, min_tokens: int
+) -> tuple[str, str | None, int]:
+    """The definition: letter by letter, and only letters of later tokens may end a stop string."""
+    text = ""
+    for number, piece in enumerate(pieces, start=1):
+        for letter in piece:
+            text += letter
+            hits = [word for word in stop if text.endswith(word)]
+            if hits and number > min_tokens:
+                word = max(hits, key=len)
+                return text if include else text[: len(text) - len(word)], word, number
+    return text, None, len(pieces)
+
+
+@given(
+    words=st.lists(st.sampled_from(["l", "o", "lo", " hello"]), max_size=12),
+    stop=st.lists(st.text("lo", min_size=2, max_size=4), min_size=1, max_size=3),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 6),
+    sizes=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+)
+@settings(max_examples=500, deadline=None)
+def test_a_stream_stops_by_definition_whatever_min_tokens(
+    words: list[str], stop: list[str], include: bool, min_tokens: int, sizes: list[int]
+) -> None:
+    """Tokens of several letters, several at once as drafts bring them; text is never taken back."""
+    tokenizer = byte_tokenizer()
+    known = {"lo": 258, " hello": 256}
+    ids = [known[word] if word in known else tokenizer.encode(word)[0] for word in words]
+    assert [tokenizer.decode([token_id]) for token_id in ids] == words
+    text_stream = TextStream(tokenizer, stop, include_stop=include, min_tokens=min_tokens)
+    released = ""
+    for size in sizes:
+        released += text_stream.append(ids[:size])
+        ids = ids[size:]
+        assert text_stream.text == released
+    released += text_stream.finish()
+    text, stopped, num_tokens = expected_stream(words, stop, include, min_tokens)
+    assert (released, text_stream.stopped, text_stream.num_tokens) == (text, stopped, num_tokens)
 
 
 @cache
