@@ -1,5 +1,6 @@
 """A checkpoint folder into a model on its device, one tensor at a time."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -61,6 +62,10 @@ def build_model(
     return build(lambda: cls(config.model), config.device.device, dtype, check)
 
 
+def _empty_as(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
 def build(
     make: Callable[[], Module],
     device: str,
@@ -81,7 +86,9 @@ def build(
     if check is not None:
         check(module)
     try:
-        return module.to_empty(device=device).eval()
+        # As Module.to_empty does, whose empty_like of a meta tensor imports sympy: half a second.
+        empty = functools.partial(_empty_as, device=device)
+        return module._apply(empty).eval()
     except RuntimeError as error:
         if not _lacks_memory(error):
             raise
