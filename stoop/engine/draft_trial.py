@@ -39,6 +39,7 @@ class DraftTrial:
         self._keep = keep
         self._plain: deque[float] = deque(maxlen=KEPT)  # seconds
         self._drafted: deque[float] = deque(maxlen=4 * KEPT)
+        self._busy = False
         self._num_steps = 0
         self._since_plain = 0
         self._restart_acceptance()
@@ -54,10 +55,14 @@ class DraftTrial:
         gap = EARLY_GAP if len(self._plain) < PLAIN_SAMPLES else LATE_GAP
         return self._since_plain >= gap
 
-    def note_plain(self, seconds: float) -> None:
-        """A step that verified no drafts took so long, apart from making new ones."""
+    def note_plain(self, seconds: float, busy: bool = False) -> None:
+        """A step that verified no drafts took so long, apart from making new ones.
+
+        busy: whether other programs use the cores
+        """
         if not self.pays:
             return
+        self._busy |= busy
         self._plain.append(seconds)
         self._since_plain = 0
         if len(self._plain) == PLAIN_SAMPLES and len(self._drafted) >= DRAFTED_SAMPLES:
@@ -81,7 +86,7 @@ class DraftTrial:
 
     def costs(self) -> DraftCosts:
         plain, drafted = (1e3 * statistics.median(each) for each in (self._plain, self._drafted))
-        return DraftCosts(self.num_drafts, plain, drafted)
+        return DraftCosts(self.num_drafts, plain, drafted, self._busy)
 
     def _decide(self) -> None:
         costs, tokens = self.costs(), self._num_tokens / self._num_drafted

@@ -6,8 +6,9 @@ device never waits for it; with 0 it is the plain loop.
 
 import logging
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,6 @@ from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan, StepResult
-from stoop.engine.draft_costs import DraftCosts
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.drafter import Drafter, find_drafter
 from stoop.engine.inputs import InputProcessor, Prepared, Prompt, check_priority
@@ -64,7 +64,7 @@ class Engine:
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}
         self._lost: dict[str, BaseException | None] = {}  # ids of requests that an error ended
         self._working: StepPlan | None = None  # the step at hand
-        self._whole = _Whole(self._mend)
+        self._whole = _Whole(self)
         self.trial: DraftTrial | None = None  # where it is open whether drafts pay
         if config.device.device != "cpu":
             exempt_from_collection(self)
@@ -184,12 +184,8 @@ class Engine:
         if row.num_drafts == self.config.schedule.num_drafts:
             trial.note_drafted(seconds, len(row.token_ids))
         elif plan.rows[0].num_tokens == 1:
-            trial.note_plain(seconds - self.runner.draft_seconds)
-
-    @property
-    def cores_are_busy(self) -> bool:
-        """Whether other programs use the cores, as far as is known."""
-        return self._spin_control is not None and self._spin_control.busy
+            busy = self._spin_control is not None and self._spin_control.busy
+            trial.note_plain(seconds - self.runner.draft_seconds, busy)
 
     def _may_launch(self) -> bool:
         """Log-probabilities are made of hidden states, which the next step would write over."""
@@ -294,12 +290,7 @@ def _make_trial(engine: Engine, drafter: Drafter) -> DraftTrial | None:
         return None
     if config.graph.mode != "none" or config.schedule.run_ahead:
         return None
-    store = drafter.store
-
-    def keep(costs: DraftCosts) -> None:
-        store.add(replace(costs, busy=engine.cores_are_busy))
-
-    return DraftTrial(drafter.spec.num_tokens, drafter.usual_tokens, keep)
+    return DraftTrial(drafter.spec.num_tokens, drafter.usual_tokens, drafter.store.add)
 
 
 class _Whole:
@@ -309,9 +300,14 @@ class _Whole:
     the midst of mending, or before it begins, leaves it set.
     """
 
-    def __init__(self, mend: Callable[[BaseException | None], None]) -> None:
-        self._mend = mend
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)  # no cycle: an engine goes as soon as it is dropped
         self._half_done = False
+
+    def _mend(self, error: BaseException | None) -> None:
+        engine = self._engine()
+        assert engine is not None
+        engine._mend(error)
 
     def __enter__(self) -> None:
         if self._half_done:

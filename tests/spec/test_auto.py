@@ -235,6 +235,15 @@ def test_costs_are_kept_once_known() -> None:
     assert feed(trial, 0.010, 0.020, 3, steps=300) <= 5, "few plain steps once costs are known"
 
 
+def test_costs_measured_beside_other_programs_say_so() -> None:
+    kept: list[DraftCosts] = []
+    trial = DraftTrial(3, LENGTHS, kept.append)
+    feed(trial, plain=0.010, drafted=0.020, tokens=3, steps=9)
+    trial.note_plain(0.010, busy=True)
+    feed(trial, plain=0.010, drafted=0.020, tokens=3)
+    assert [costs.busy for costs in kept] == [True]
+
+
 def test_drafts_that_cannot_pay_are_off_for_good(caplog: pytest.LogCaptureFixture) -> None:
     trial = DraftTrial(3, LENGTHS, lambda costs: None)
     feed(trial, plain=0.010, drafted=0.050, tokens=3)
@@ -268,7 +277,7 @@ def test_one_slow_step_decides_nothing() -> None:
 def costly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step with drafts seems to take a hundred times as long as one without."""
     plain, drafted = DraftTrial.note_plain, DraftTrial.note_drafted
-    monkeypatch.setattr(DraftTrial, "note_plain", lambda self, _: plain(self, 0.001))
+    monkeypatch.setattr(DraftTrial, "note_plain", lambda self, *_: plain(self, 0.001))
     monkeypatch.setattr(DraftTrial, "note_drafted", lambda self, _, n: drafted(self, 0.1, n))
 
 
@@ -287,27 +296,23 @@ def test_answers_are_the_same_whether_drafts_stay_or_go(target: str, costly: Non
     assert costs["num_drafts"] == 3 and costs["drafted_ms"] == 100.0
 
 
-def test_blocks_without_the_drafters_kv_are_not_offered(
-    target: str, costly: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_without_the_drafters_kv_are_not_offered(target: str, costly: None) -> None:
     """Off for one request, on for the next, whose prompt goes on from the first one's answer: its
     drafts are those of an engine that never paused."""
-    monkeypatch.setattr(DraftTrial, "_hopeless", False, raising=False)
     long = GREEDY.replace(max_tokens=200)
     llm = LLM(target, **ROOMY, block_size=4)
     (first,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
-    trial = llm.engine.trial
-    assert trial is not None
+    assert llm.engine.trial is not None and not llm.engine.trial.pays
     llm.engine.trial = None  # from here on drafts as ever
     llm.engine.runner.drafting = llm.engine.scheduler.drafting = True
     llm.engine.scheduler.verify_drafts = True
     follow_up = [*PROMPTS[0], *first.outputs[0].token_ids][:210]
     (found,) = llm.generate(follow_up, GREEDY, use_tqdm=False)
-    fresh = LLM(target, **ROOMY, block_size=4)
-    fresh.engine.trial = None
+    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": 3}
+    fresh = LLM(target, **ROOMY, block_size=4, speculative_config=asked)
     (expected,) = fresh.generate(follow_up, GREEDY, use_tqdm=False)
     assert found.num_cached_tokens and found.num_cached_tokens < 200
-    assert found.outputs[0].spec == expected.outputs[0].spec
+    assert found.outputs[0].spec == expected.outputs[0].spec is not None
 
 
 def test_graphs_and_steps_ahead_have_no_trial(target: str) -> None:

@@ -213,10 +213,17 @@ def test_a_device_that_is_none_is_refused(base: Path, device: Any) -> None:
         LLM(str(base), device=device)
 
 
-def test_weights_that_memory_cannot_hold_are_refused(base: Path, tmp_path: Path) -> None:
-    """Random weights have no files that bound their size."""
+@pytest.mark.parametrize("checked", [True, False])
+def test_weights_that_memory_cannot_hold_are_refused(
+    base: Path, tmp_path: Path, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random weights have no files that bound their size. They are refused before memory is taken,
+    and if that check was wrong, when it is."""
+    if not checked:
+        monkeypatch.setattr("stoop.worker.runner.check_room", lambda *_: None)
     config = json.loads((base / "config.json").read_text())
     huge = {"hidden_size": 2**24, "vocab_size": 2**24, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config | huge))
-    with pytest.raises(ConfigError, match=r"the weights take .* GiB, which cpu has no room for"):
+    told = "more than the .* GiB that are free on cpu" if checked else "which cpu has no room for"
+    with pytest.raises(ConfigError, match=rf"the weights take .* GiB.*{told}"):
         LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True)
