@@ -129,7 +129,7 @@ class Engine:
                 self.scheduler.finish(answer.request, "abort")
                 answer.finish()
             self._close(group)
-            group.note_times(finished=True)
+            group.ended = time.perf_counter()
             return group.output(finished=True)
 
     def is_open(self, request_id: str) -> bool:
@@ -196,6 +196,7 @@ class Engine:
     def _take(self, result: StepResult) -> list[RequestOutput]:
         """Results to their requests: tokens, text, stop strings."""
         changed: dict[RequestGroup, None] = {}
+        now = time.perf_counter()
         for request, row in self.scheduler.update(result):
             group, answer = self._answers[request.request_id]
             num_tokens = request.num_tokens
@@ -210,12 +211,14 @@ class Engine:
                 self._end(request, "stop", stop)
                 # What came behind the stop string in the same run was not generated for anybody.
                 self.scheduler.stats.num_generated_tokens -= num_tokens - request.num_tokens
+            if row.token_ids:
+                group.note_tokens(now)
             changed[group] = None
         outputs = []
         for group in changed:
             finished = group.finished
-            group.note_times(finished)
             if finished:
+                group.ended = now
                 self._close(group)
             if finished or not group.final_only:
                 outputs.append(group.output(finished))

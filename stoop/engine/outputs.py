@@ -155,7 +155,6 @@ class RequestGroup:
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.ended: float | None = None
-        self._num_output_tokens = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -182,17 +181,11 @@ class RequestGroup:
                 raise
             raise answer.failed(error) from error
 
-    def note_times(self, finished: bool) -> None:
-        """Call when a step changed the group, and when it ended."""
-        now = time.perf_counter()
-        num_tokens = sum(answer.request.num_output_tokens for answer in self.answers)
-        if num_tokens != self._num_output_tokens:
-            self._num_output_tokens = num_tokens
-            self.last_token = now
-            if self.first_token is None:
-                self.first_token = now
-        if finished:
-            self.ended = now
+    def note_tokens(self, now: float) -> None:
+        """A step brought tokens."""
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
 
     def output(self, finished: bool) -> RequestOutput:
         return RequestOutput(
