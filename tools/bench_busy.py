@@ -2,14 +2,16 @@
 
     python tools/bench_busy.py --load 4 --rounds 3
 
-Each round runs `stoop generate` once in each setting. The last line is JSON. Run it on a machine
-that does nothing else.
+The busy programs run in a session of their own, as from another terminal, or in this one. Each
+round runs `stoop generate` once in each setting. The last line is JSON. Run it on a machine that
+does nothing else.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,15 +26,21 @@ SPEED = re.compile(r"tokens in [\d.]+ s: ([\d.]+) tokens/s")
 
 
 @contextmanager
-def busy(num_programs: int) -> Iterator[None]:
+def busy(num_programs: int, own_session: bool) -> Iterator[None]:
     """So many programs that never rest."""
-    programs = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(num_programs)]
+    programs = []
+    if num_programs:
+        loop = f"{sys.executable} -c '{BURN}' & "
+        command = ["sh", "-c", loop * num_programs + "wait"]
+        # A group, to end them all at once; a session has one too.
+        group = None if own_session else 0
+        programs = [subprocess.Popen(command, start_new_session=own_session, process_group=group)]
+        time.sleep(1)
     try:
-        time.sleep(1 if programs else 0)
         yield
     finally:
         for program in programs:
-            program.kill()
+            os.killpg(program.pid, signal.SIGKILL)
             program.wait()
 
 
@@ -60,12 +68,17 @@ def main() -> None:
     parser.add_argument("--drafts", choices=["auto", "none"], default="auto")
     options = parser.parse_args()
     arguments = ["-sc", options.drafts]
-    settings = {"idle": (0, None), "busy": (options.load, None), "one idle core": (0, 1)}
+    settings: dict[str, tuple[int, bool, int | None]] = {
+        "idle": (0, True, None),
+        "busy": (options.load, True, None),
+        "busy, same session": (options.load, False, None),
+        "one idle core": (0, True, 1),
+    }
     run(arguments)  # fetches, converts and warms the file cache
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
     for _ in range(options.rounds):
-        for name, (load, threads) in settings.items():
-            with busy(load):
+        for name, (load, own_session, threads) in settings.items():
+            with busy(load, own_session):
                 found[name].append(run(arguments, threads))
     rows = {}
     for name, runs in found.items():
@@ -73,18 +86,13 @@ def main() -> None:
             round(statistics.median(column), 2) for column in zip(*runs, strict=True)
         )
         rows[name] = {"ready_s": ready, "whole_run_s": seconds, "tokens_per_s": speed}
-        print(f"{name:>14}: ready in {ready} s, whole run {seconds} s, {speed} tokens/s")
-    report = {
-        "load": options.load,
-        "cores": os.cpu_count(),
-        "drafts": options.drafts,
-        **rows,
-        "ready_busy_over_idle": round(rows["busy"]["ready_s"] / rows["idle"]["ready_s"], 2),
-        "speed_busy_over_one_core": round(
-            rows["busy"]["tokens_per_s"] / rows["one idle core"]["tokens_per_s"], 2
-        ),
-    }
-    print(json.dumps(report))
+        print(f"{name:>18}: ready in {ready} s, whole run {seconds} s, {speed} tokens/s")
+    idle, one_core = rows["idle"]["ready_s"], rows["one idle core"]["tokens_per_s"]
+    for name in ("busy", "busy, same session"):
+        rows[name]["ready_over_idle"] = round(rows[name]["ready_s"] / idle, 2)
+        rows[name]["speed_over_one_core"] = round(rows[name]["tokens_per_s"] / one_core, 2)
+    setting = {"load": options.load, "cores": os.cpu_count(), "drafts": options.drafts}
+    print(json.dumps({**setting, **rows}))
 
 
 if __name__ == "__main__":
