@@ -63,6 +63,10 @@ class LLM:
         generation_config.json gives, and `SamplingParams()` for the rest."""
         return self.engine.inputs.default_params.clone()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while requests are being served."""
+        return self._shared.reset_prefix_cache()
+
     def metrics(self) -> dict[str, Any]:
         """Counters since the start, and the state of queues and cache now."""
         return self.engine.metrics()

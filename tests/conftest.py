@@ -2,12 +2,18 @@
 
 import gc
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from fakes import CheckpointStore
+
+# A shell starts jobs in the background with Ctrl-C ignored, and tests of interrupts would wait
+# forever. Processes that tests start begin with the default then.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

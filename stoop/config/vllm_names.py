@@ -241,7 +241,6 @@ METHODS: dict[str, str] = {
     "beam_search": "stoop has no beam search: sample n answers with generate",
     **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
     **dict.fromkeys(("start_profile", "stop_profile"), "use `stoop bench profile`"),
-    "reset_prefix_cache": "start the engine with enable_prefix_caching=False",
     "reset_mm_cache": "stoop reads text only",
     "get_metrics": "use metrics(), which returns a dictionary",
     "set_tokenizer": "pass tokenizer=... to LLM",

@@ -132,6 +132,15 @@ class Engine:
             group.ended = time.perf_counter()
             return group.output(finished=True)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while there are requests."""
+        with self._whole:
+            if self.has_work:
+                return False
+            self._in_flight.clear()  # results of requests that were aborted
+            self.scheduler.restart([])
+            return True
+
     def is_open(self, request_id: str) -> bool:
         return request_id in self._groups
 

@@ -23,8 +23,9 @@ POLL_SECONDS = 0.1  # a caller that sleeps looks for Ctrl-C this often
 class Mailbox:
     """Outputs of one call's requests. When the call drops it, its open requests are cancelled."""
 
-    def __init__(self, request_ids: Sequence[str]) -> None:
+    def __init__(self, request_ids: Sequence[str], lock: threading.RLock) -> None:
         self.open = set(request_ids)
+        self.woken = threading.Condition(lock)  # an output is here, or the engine is free
         self.outputs: deque[RequestOutput] = deque()
         self.error: BaseException | None = None
 
@@ -70,7 +71,8 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         # Reentrant: the garbage collector may cancel requests while this thread holds it.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._sleepers: dict[Mailbox, None] = {}  # whose calls wait for an output or the engine
         self._claim: weakref.ref[_Claim] | None = None
         self._jobs: deque[Callable[[], None]] = deque()  # to do between steps
         self._boxes: dict[str, _Address] = {}  # of open requests
@@ -83,7 +85,7 @@ class SharedEngine:
     def submit(self, groups: Sequence[RequestGroup]) -> Mailbox:
         """Queue prepared requests."""
         request_ids = [group.request_id for group in groups]
-        box = Mailbox(request_ids)
+        box = Mailbox(request_ids, self._lock)
         here = _Address(box, self._dropped.append)
         here.request_ids = request_ids
         self._post(lambda: self._add(groups, here))
@@ -112,6 +114,14 @@ class SharedEngine:
         assert box.error is not None
         raise box.error
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes, unless requests are being served."""
+        claim = _Claim()
+        try:
+            return self._acquire(claim) and self.engine.reset_prefix_cache()
+        finally:
+            self._release(claim)
+
     # ---- whose turn it is ----
 
     def _has(self, claim: _Claim) -> bool:
@@ -119,7 +129,7 @@ class SharedEngine:
 
     def _acquire(self, claim: _Claim, box: Mailbox | None = None) -> bool:
         """Take the engine if it is free. With `box`, wait a moment for that or for an output."""
-        with self._changed:
+        with self._lock:
             holder = self._claim() if self._claim is not None else None
             if holder is None:
                 self._claim = weakref.ref(claim)
@@ -128,17 +138,27 @@ class SharedEngine:
                 if holder.thread == claim.thread:
                     raise RuntimeError("a step of the engine called the engine")
                 if not box.ready:
-                    self._changed.wait(POLL_SECONDS)
+                    self._sleep(box)
             return False
 
+    def _sleep(self, box: Mailbox) -> None:
+        self._sleepers[box] = None
+        try:
+            box.woken.wait(POLL_SECONDS)
+        finally:
+            self._sleepers.pop(box, None)
+
     def _release(self, claim: _Claim) -> None:
-        """Do what others asked for meanwhile, then let them have the engine."""
+        """Do what others asked for meanwhile, then let one of them have the engine."""
         while self._has(claim):
             self._run_jobs()
-            with self._changed:
+            with self._lock:
                 if not self._jobs:
                     self._claim = None
-                    self._changed.notify_all()
+        # Also if this call never had it: it may have been woken to take it, and have an output.
+        with self._lock:
+            if self._claim is None and self._sleepers:
+                next(iter(self._sleepers)).woken.notify()
 
     def _post(self, job: Callable[[], None]) -> None:
         """Do something between two steps: now if the engine is free, else its holder does it."""
@@ -181,9 +201,8 @@ class SharedEngine:
         """One step for all. An error goes to the calls whose requests it ended."""
         self._run_jobs()
         try:
-            others_got_mail = False
             for output in self.engine.step():
-                others_got_mail |= self._deliver(output) is not own
+                self._deliver(output, own)
             lost = self.engine.take_lost()
         except BaseException as error:
             lost = self.engine.take_lost()
@@ -196,19 +215,18 @@ class SharedEngine:
         else:
             if lost:
                 self._give_up(lost, own)
-            elif others_got_mail:
-                self._wake()
         if not own.ready and not self.engine.has_work and not self._jobs:
             own.error = RequestError(LOST)
 
-    def _deliver(self, output: RequestOutput) -> Mailbox | None:
+    def _deliver(self, output: RequestOutput, own: Mailbox) -> None:
         here = self._boxes.get(output.request_id)
         box = here() if here is not None else None
         if box is not None:
             box.put(output)
+            if box is not own:
+                self._wake(box)
         if output.finished:
             self._boxes.pop(output.request_id, None)
-        return box
 
     def _give_up(self, lost: dict[str, BaseException | None], own: Mailbox) -> None:
         """Tell the calls of lost requests. The one at hand gets the error itself."""
@@ -219,8 +237,8 @@ class SharedEngine:
                 told = RequestError(LOST)
                 told.__cause__ = error
                 box.fail(request_id, error if box is own and error is not None else told)
-        self._wake()
+                self._wake(box)
 
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def _wake(self, box: Mailbox) -> None:
+        with self._lock:
+            box.woken.notify()

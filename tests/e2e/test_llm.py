@@ -188,6 +188,20 @@ def test_cached_tokens_are_reported_for_each_request(llm: LLM) -> None:
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
+def test_cached_prefixes_can_be_forgotten(text_model: Path) -> None:
+    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=2)
+    prompt = "a prompt that fills several blocks of the cache"
+    expected = answer(llm, prompt).token_ids
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    assert not llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 32
+    stream.close()
+    assert llm.reset_prefix_cache()
+    again = llm.generate(prompt, GREEDY)[0]
+    assert (again.num_cached_tokens, again.outputs[0].token_ids) == (0, expected)
+
+
 def test_priorities_go_first(text_model: Path) -> None:
     llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=1)
     outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[2, 1, 0])

@@ -174,3 +174,22 @@ def test_a_step_that_calls_its_own_engine_is_told(
             llm.generate("hello", GREEDY)
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 10
     llm.engine.scheduler.check_idle()
+
+
+def test_a_caller_is_woken_for_its_own_outputs_only(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many threads that wait for whole answers, a step must not wake all of them."""
+    llm = make_llm(text_model, max_num_seqs=8)
+    num_sleeps, sleep = [], llm._shared._sleep
+
+    def counted(box: Any) -> None:
+        num_sleeps.append(1)
+        sleep(box)
+
+    monkeypatch.setattr(llm._shared, "_sleep", counted)
+    monkeypatch.setattr("stoop.engine.shared.POLL_SECONDS", 60)
+    started = llm.metrics()["num_steps"]
+    in_threads(lambda number: llm.generate(PROMPTS[number], GREEDY.replace(max_tokens=40)), 8)
+    num_steps = llm.metrics()["num_steps"] - started
+    assert num_steps > 40 and len(num_sleeps) < 2 * 8 + 8, (num_steps, len(num_sleeps))

@@ -320,7 +320,6 @@ def test_harmless_arguments_of_a_call_are_ignored(llm: LLM) -> None:
         ("score", "no pooling models"),
         ("beam_search", "sample n answers"),
         ("sleep", "make a new one"),
-        ("reset_prefix_cache", "enable_prefix_caching=False"),
         ("collective_rpc", "no worker processes"),
         ("llm_engine", "use config"),
     ],
