@@ -44,6 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def make_llm(checkpoint: str, **options: Any) -> LLM:
     settings = {"max_model_len": 256, "max_num_seqs": 6, "skip_tokenizer_init": True}
     settings |= {"dtype": "float32", "device": "cuda", "capture_sizes": "1,2,4,6,64"}
+    settings |= {"kv_cache_memory": "64MiB"}
     return LLM(checkpoint, **{**settings, **options})
 
 
