@@ -8,6 +8,7 @@ import typer
 
 from stoop.cli.acceptance import print_acceptance
 from stoop.cli.lines import LineReader
+from stoop.cli.logs import logs_held
 from stoop.cli.options import (
     DEFAULT_MODEL,
     Model,
@@ -82,15 +83,16 @@ class Conversation:
             return
         shown, num_tokens, started = "", 0, time.perf_counter()
         stream = self.llm.stream(prompt_ids, self.sampling)
-        try:
-            for output in stream:
-                answer = output.outputs[0]
-                print(answer.text[len(shown) :], end="", flush=True)
-                shown, num_tokens = answer.text, len(answer.token_ids)
-        except KeyboardInterrupt:
-            stream.close()
-            print(" [stopped]", end="")
-        print(flush=True)
+        with logs_held():
+            try:
+                for output in stream:
+                    answer = output.outputs[0]
+                    print(answer.text[len(shown) :], end="", flush=True)
+                    shown, num_tokens = answer.text, len(answer.token_ids)
+            except KeyboardInterrupt:
+                stream.close()
+                print(" [stopped]", end="")
+            print(flush=True)
         seconds = time.perf_counter() - started
         print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
         self.turns.append({"role": "assistant", "content": shown})

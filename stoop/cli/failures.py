@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from stoop.config.errors import StoopError
+from stoop.config.vllm_names import ENGINE_ARGS
 
 LOWER = (
     "use a smaller model or a smaller --dtype, or lower --max-num-seqs, --max-num-batched-tokens, "
@@ -49,6 +50,17 @@ def _size(text: str) -> str:
     return f" (tried to allocate {amount:.2f} {unit})"
 
 
+def _vllm_advice(option: str) -> str:
+    """What to do about a flag of vLLM's."""
+    name = option.lstrip("-").replace("-", "_")
+    if name == "enforce_eager":
+        return ": use --graph-mode none"
+    found = ENGINE_ARGS.get(name)
+    if found is None:
+        return ""
+    return f", which is vLLM's: {found.advice or 'it changes nothing in stoop, so leave it out'}"
+
+
 def _usage(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())
@@ -56,9 +68,11 @@ def _usage(error: Any) -> str:
     close = getattr(error, "possibilities", None)
     if wrong and close is not None:
         advice = f": did you mean {' or '.join(sorted(close))}?" if close else ""
-        text = f"there is no option {wrong}{advice}"
+        text = f"there is no option {wrong}{_vllm_advice(wrong) or advice}"
     else:
         text = error.format_message().rstrip(".")
         text = text[0].lower() + text[1:]
+        if "'serve'" in text:
+            text = "stoop has no HTTP server yet"
     context = getattr(error, "ctx", None)
     return f"error: {text} (see {context.command_path} --help)" if context else f"error: {text}"

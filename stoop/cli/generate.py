@@ -10,6 +10,7 @@ import typer
 
 from stoop.cli.acceptance import print_acceptance
 from stoop.cli.gain import measure, print_gain
+from stoop.cli.logs import logs_held
 from stoop.cli.options import (
     DEFAULT_MODEL,
     Model,
@@ -126,13 +127,14 @@ def _stream(llm: Any, prompt: Any, sampling: SamplingParams, silent: bool) -> Re
     """Print an answer as it grows."""
     shown = 0
     output: RequestOutput | None = None
-    for output in llm.stream(prompt, sampling):
-        text = output.outputs[0].text
+    with logs_held():
+        for output in llm.stream(prompt, sampling):
+            text = output.outputs[0].text
+            if not silent:
+                print(text[shown:], end="", flush=True)
+            shown = len(text)
         if not silent:
-            print(text[shown:], end="", flush=True)
-        shown = len(text)
-    if not silent:
-        print(flush=True)
+            print(flush=True)
     assert output is not None
     return output
 

@@ -13,6 +13,7 @@ from stoop.cli.compare import compare
 from stoop.cli.failures import explain
 from stoop.cli.generate import generate
 from stoop.cli.help import HelpfulGroup
+from stoop.cli.logs import set_up_logging
 from stoop.cli.models import models
 from stoop.cli.pull import pull
 from stoop.cli.streams import ReaderGone, settle_output, standard_streams
@@ -57,7 +58,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    logging.basicConfig(level=log_level(), format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(log_level())
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def _run(args: list[str]) -> int:
         code = _invoke(args)
         sys.stdout.flush()  # at the interpreter's exit it is too late to report a full disk
         return code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the latter: at a question
         print(file=sys.stderr)
         code = 130
     except ReaderGone:

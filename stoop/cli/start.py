@@ -1,5 +1,6 @@
 """Starting an engine from the command line, with its progress shown."""
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,8 @@ from stoop.cli.progress import StageProgress
 if TYPE_CHECKING:
     from stoop.config.schema import SpecConfig
     from stoop.llm import LLM
+
+log = logging.getLogger(__name__)
 
 
 def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
@@ -25,27 +28,29 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
     )
     if config.spec is not None:
         note = f"; {config.draft_note}" if config.draft_note else ""
-        print(f"drafts: {_drafter(config.spec)}{note}", file=sys.stderr)
+        print(f"speculative decoding: {_drafter(config.spec)}{note}", file=sys.stderr)
+        log.info("drafter: %s", _details(config.spec))
     elif config.draft_note:
-        print(f"drafts: none; {config.draft_note}", file=sys.stderr)
+        print(f"speculative decoding: off; {config.draft_note}", file=sys.stderr)
     return llm
 
 
-_PICKED = {
-    "greedy": "the likeliest",
-    "coupled": "coupled to the target's draws",
-    "probabilistic": "drawn with their own noise",
-}
+_METHODS = {"eagle": "EAGLE head", "eagle3": "EAGLE-3 head", "ngram": "prompt lookup"}
 
 
 def _drafter(spec: "SpecConfig") -> str:
-    """What was chosen, of a head also what it reads of the target."""
-    parts = [spec.method, f"{spec.num_tokens} a step"]
+    tokens = "token" if spec.num_tokens == 1 else "tokens"
+    text = f"{_METHODS[spec.method]}, {spec.num_tokens} draft {tokens} per step"
+    if spec.synthetic_rates is not None:
+        text += ", accepted by chance: answers mean nothing"
+    return text
+
+
+def _details(spec: "SpecConfig") -> str:
+    """For those who want to know how drafts are picked, and what a head reads of the target."""
+    parts = [f"draft_sample_method {spec.draft_sample_method}"]
     if spec.head is not None:
-        parts.append(_PICKED[spec.draft_sample_method])
-        parts.append(f"{spec.head.decoder.vocab_size:,} tokens of vocabulary")
+        parts.append(f"a vocabulary of {spec.head.decoder.vocab_size:,} tokens")
     if spec.head is not None and spec.head.taps:
         parts.append(f"taps {', '.join(map(str, spec.head.taps))}")
-    if spec.synthetic_rates is not None:
-        parts.append("accepted by chance: answers mean nothing")
     return ", ".join(parts)

@@ -143,7 +143,9 @@ def _whole(low: int, high: int, *, also: dict[Any, int | None] | None = None) ->
             if type(value) is type(special) and value == special:
                 return meaning
         if not is_whole(value) or not low <= value <= high:
-            bounds = f"of at least {low}" if high == MAX_COUNT else f"from {low} to {high}"
+            bounds = f"from {low} to {high}"
+            if high == MAX_COUNT and not (is_whole(value) and value > high):
+                bounds = f"of at least {low}"
             raise RequestError(f"{name}={shown(value)}: use a whole number {bounds}")
         return int(value)
 

@@ -95,8 +95,8 @@ class DraftTrial:
         self.pays = False
         self._hopeless = self.usual_tokens * costs.plain_ms < WORTH_IT * costs.drafted_ms
         log.warning(
-            "drafts are off %s: a step takes %.0f ms with %d drafts and %.0f ms without, and "
-            "yields %.1f tokens",
+            "speculative decoding is off %s: a step takes %.0f ms with K = %d and %.0f ms without, "
+            "and yields %.1f tokens",
             "from now on" if self._hopeless else "until these requests are done",
             costs.drafted_ms,
             self.num_drafts,

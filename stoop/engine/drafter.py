@@ -38,8 +38,8 @@ class Drafter:
 
 
 def spelled_out(given: Any, model: str, device: str) -> Any:
-    """What "auto" stands for, for whoever wants the head that comes with a model even if it does
-    not pay; None if there is no such head."""
+    """What "auto" means for commands that want a model's head even if it does not pay; None if
+    there is no such head."""
     if not asks_for_auto(given):
         return given
     folder = shipped_head(resolve_model(model))
@@ -57,7 +57,7 @@ def find_drafter(
     folder = shipped_head(target)
     if folder is None or options.load_format == "dummy":
         return Drafter(None)
-    num_drafts, note, store = GPU_DRAFTS, "the head that comes with the model", None
+    num_drafts, note, store = GPU_DRAFTS, "the head that ships with stoop", None
     lengths = acceptance_lengths(folder)
     if device == "cpu":
         store = CostStore(options, model, folder)
@@ -72,18 +72,15 @@ def find_drafter(
 def _cpu_drafts(store: CostStore, lengths: Sequence[float]) -> tuple[int, str]:
     """How many drafts a step, and why, from what earlier runs found out."""
     costs = store.load()
-    if costs is None:
-        return CPU_DRAFTS, "; whether it pays here shows as it runs"
+    if costs is None or costs.busy:  # other programs distort what steps cost
+        return CPU_DRAFTS, "; stoop measures while it runs whether this helps here"
     times = costs.times()
     num_drafts, gain = choose_drafts(times, lengths)
-    if num_drafts == 0 and costs.busy:  # measured beside other programs: try again
-        return costs.num_drafts, "; whether it pays here shows as it runs"
     if num_drafts == 0:
-        return 0, f"its head makes it no faster here ({gain:.2f}x at best)"
+        return 0, f"the model's head does not make it faster here ({gain:.2f}x at best)"
     return num_drafts, (
-        f": a step took {times[num_drafts]:.0f} ms here instead of {times[0]:.0f} and yields "
-        f"{lengths[num_drafts - 1]:.1f} tokens, greedy, on benchmarks; it pays from "
-        f"{times[num_drafts] / times[0]:.1f} on"
+        f": a step took {times[num_drafts]:.0f} ms here instead of {times[0]:.0f}, and yields "
+        f"{lengths[num_drafts - 1]:.1f} tokens on benchmarks"
     )
 
 

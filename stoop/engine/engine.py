@@ -218,7 +218,7 @@ class Engine:
                 stop = None
             if stop is not None:
                 self._end(request, "stop", stop)
-                # What came behind the stop string in the same run was not generated for anybody.
+                # Tokens after the stop string, in the same step, do not count.
                 self.scheduler.stats.num_generated_tokens -= num_tokens - request.num_tokens
             if row.token_ids:
                 group.note_tokens(now)
@@ -362,6 +362,6 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     try:
         return build(drafter)
     except ConfigError as error:
-        # A drafter that nobody asked for gives way to options that it does not fit.
-        note = f"its head does not fit the other options ({error})"
+        # A drafter that the user did not ask for gives way to options that it does not fit.
+        note = f"the model's head does not fit the other options ({error})"
     return build(Drafter(None, note))

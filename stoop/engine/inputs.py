@@ -49,6 +49,9 @@ class InputProcessor:
     def __init__(self, config: Config, tokenizer: Tokenizer | None, seed: int) -> None:
         self.vocab_size = config.model.vocab_size
         self.max_model_len = config.schedule.max_model_len
+        self._longer = " or raise max_model_len"  # unless it is the model's own limit
+        if self.max_model_len >= config.model.max_position:
+            self._longer = ""
         self.num_drafts = config.schedule.num_drafts
         self.folder = Path(config.load.folder)
         eos_token_ids = set(config.model.eos_token_ids)
@@ -190,7 +193,7 @@ class InputProcessor:
         if len(ids) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and max_model_len={self.max_model_len} leaves "
-                "no room for an answer: shorten the prompt or raise max_model_len"
+                f"no room for an answer: shorten the prompt{self._longer}"
             )
         return ids
 

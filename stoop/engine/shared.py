@@ -5,6 +5,7 @@ background thread: of the callers that wait for outputs, one steps for all, and 
 until an output of theirs arrives or the engine is free.
 """
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,10 @@ from stoop.engine.engine import Engine
 from stoop.engine.interrupts import HeldInterrupts
 from stoop.engine.outputs import RequestGroup
 
+FORKED = (
+    "this LLM was made in another process, whose threads a fork does not copy: make it in the "
+    "process that uses it (multiprocessing: start method 'spawn')"
+)
 LOST = "the request was lost in a step that failed: ask again"
 POLL_SECONDS = 0.1  # a caller that sleeps looks for Ctrl-C this often
 
@@ -70,6 +75,7 @@ class _Claim:
 class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._process = os.getpid()
         # Reentrant: the garbage collector may cancel requests while this thread holds it.
         self._lock = threading.RLock()
         self._sleepers: dict[Mailbox, None] = {}  # whose calls wait for an output or the engine
@@ -84,6 +90,8 @@ class SharedEngine:
 
     def submit(self, groups: Sequence[RequestGroup]) -> Mailbox:
         """Queue prepared requests."""
+        if os.getpid() != self._process:
+            raise RequestError(FORKED)
         request_ids = [group.request_id for group in groups]
         box = Mailbox(request_ids, self._lock)
         here = _Address(box, self._dropped.append)

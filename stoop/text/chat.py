@@ -48,7 +48,13 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        text = _render(self._source(tools, chat_template), context)
+        source = self._source(tools, chat_template)
+        if tools and "tools" not in source:
+            raise RequestError(
+                "this model's chat template has no place for tools: leave them out, pass another "
+                "chat_template, or describe them in a system message"
+            )
+        text = _render(source, context)
         return _cut_at_mark(text) if continue_final_message else text
 
     def _source(self, tools: list[dict[str, Any]] | None, chosen: str | None) -> str:
@@ -212,11 +218,11 @@ def _check_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": _flatten(message.get("content"), message)}
 
 
-def _flatten(content: Any, message: Mapping[str, Any]) -> str | None:
+def _flatten(content: Any, message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     if content is None and message.get("tool_calls"):
-        return None
+        return ""  # as vLLM does: many templates join contents without a look
     if isinstance(content, list):
         # Clients send separate blocks as separate parts, so they stay on lines of their own.
         return "\n".join(_part_text(part) for part in content)

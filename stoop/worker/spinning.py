@@ -151,8 +151,8 @@ class SpinControl:
     def _tell(self) -> None:
         if not self._told:
             log.warning(
-                "other programs use this machine's cores, so CPU threads sleep while they wait "
-                "(OMP_WAIT_POLICY or GOMP_SPINCOUNT override this)"
+                "other programs are using this machine's cores, so stoop's CPU threads sleep while "
+                "they wait (OMP_WAIT_POLICY or GOMP_SPINCOUNT override this)"
             )
             self._told = True
 

@@ -1,5 +1,6 @@
 """Threads that share one `LLM`: each call gets its own answers, and they are right."""
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -162,6 +163,27 @@ def test_a_stream_that_was_never_read_is_dropped_too(text_model: Path) -> None:
     llm.generate("other", GREEDY)
     llm.engine.scheduler.check_idle()
     assert llm.metrics()["num_generated_tokens"] == 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_engine_is_refused_in_a_forked_process(text_model: Path) -> None:
+    """Threads of the parent are not there: a step would wait for them forever."""
+    llm = make_llm(text_model)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("hello", GREEDY)
+            os.write(writer, b"it ran")
+        except RequestError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    assert b"another process" in os.read(reader, 1000)
+    os.close(reader)
+    os.waitpid(child, 0)
+    assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 10
 
 
 def test_a_step_that_calls_its_own_engine_is_told(

@@ -227,7 +227,6 @@ def test_the_tokenizer_applies_the_template_as_transformers_do(llm: LLM, text_mo
         {"tokenize": False, "add_generation_prompt": True},
         {"add_generation_prompt": True, "return_dict": True},
         {"tokenize": False, "chat_template": "{{ messages[0].content }}{{ x }}", "x": "y"},
-        {"tokenize": False, "tools": [{"type": "function", "function": {"name": "f"}}]},
     ):
         for messages in (USER, [USER, USER]):
             wanted = theirs.apply_chat_template(messages, **{"return_dict": False, **options})

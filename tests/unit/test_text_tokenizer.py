@@ -173,6 +173,8 @@ def test_templates_are_chosen_by_name(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, chat_template=templates))
     assert tokenizer.render_chat(USER) == "plain"
     assert tokenizer.render_chat(USER, tools=[{"name": "f"}]) == "tools 1"
+    with pytest.raises(RequestError, match="no place for tools"):
+        tokenizer.render_chat(USER, tools=[{"name": "f"}], chat_template="{{ messages }}")
 
 
 def test_a_template_file_wins(tmp_path: Path) -> None:
