@@ -91,7 +91,9 @@ def train_draft(
     export_dtype: Annotated[
         str, typer.Option(help="of the exported weights: bfloat16, float32 or float64")
     ] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="of draws, order and first weights")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="random seed for sampling, data order and initial weights")
+    ] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto (bfloat16 on a GPU, else the target's), bfloat16, float32 ...")
@@ -99,7 +101,7 @@ def train_draft(
     groups: dict[str, Any] = {},  # noqa: B006
     given: frozenset[str] = frozenset(),
 ) -> None:
-    """Train an EAGLE-3 draft head: answer prompts, learn to foresee the answers, export.
+    """Train an EAGLE-3 draft head: answer prompts, learn to predict the answers, export.
 
     Each stage keeps what it has in --out; the same command, run again, continues from there. That
     also holds after Ctrl-C.

@@ -29,10 +29,10 @@ class DraftCosts:
     drafted_ms: float  # verifying `num_drafts` and making as many
     busy: bool = False  # whether other programs slowed it down
 
-    def times(self) -> list[float]:
-        """Of steps with 0, 1 ... drafts: each costs about as much as the next."""
+    def times(self, most: int) -> list[float]:
+        """Of steps with 0, 1 ... `most` drafts: each costs about as much as the next."""
         more = max(self.drafted_ms - self.plain_ms, 0.0) / self.num_drafts
-        return [self.plain_ms + k * more for k in range(self.num_drafts + 1)]
+        return [self.plain_ms + k * more for k in range(most + 1)]
 
     def refined_by(self, newer: "DraftCosts") -> "DraftCosts":
         """The mean of both, unless one was disturbed and the other was not."""

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 WARM_STEPS = 3  # the first ones of a process take longer
 PLAIN_SAMPLES = 5  # before anything is decided
 DRAFTED_SAMPLES = 16
-EARLY_GAP, LATE_GAP = 6, 60  # drafted steps between plain ones: at first, and later
+# Drafted steps between plain ones: at first, at first if earlier runs have told, and later.
+EARLY_GAP, KNOWN_GAP, LATE_GAP = 6, 25, 60
 PRIOR_STEPS = 16  # how many steps the usual acceptance weighs
 WORTH_IT = 0.97  # of plain speed: below it drafts are switched off
 KEPT = 8  # the newest samples of each kind that count
@@ -35,6 +36,7 @@ class DraftTrial:
         self.num_drafts = num_drafts
         self.usual_tokens = usual_tokens[min(num_drafts, len(usual_tokens)) - 1]
         self.pays = True
+        self.early_gap = EARLY_GAP
         self._hopeless = False
         self._keep = keep
         self._plain: deque[float] = deque(maxlen=KEPT)  # seconds
@@ -52,7 +54,7 @@ class DraftTrial:
         """Whether the next step should verify no drafts."""
         if not self.pays:
             return True
-        gap = EARLY_GAP if len(self._plain) < PLAIN_SAMPLES else LATE_GAP
+        gap = self.early_gap if len(self._plain) < PLAIN_SAMPLES else LATE_GAP
         return self._since_plain >= gap
 
     def note_plain(self, seconds: float, busy: bool = False) -> None:

@@ -20,7 +20,7 @@ from stoop.config.speculation import (
     parse_speculation,
     settle_speculation,
 )
-from stoop.engine.draft_costs import CostStore
+from stoop.engine.draft_costs import CostStore, DraftCosts
 from stoop.models.head_config import proposed_drafts, read_head_spec
 
 CPU_DRAFTS = 3  # where nothing is known yet, and the most
@@ -35,6 +35,7 @@ class Drafter:
     note: str = ""  # of a choice that the user did not make: why
     store: CostStore | None = None  # where to keep what its drafts cost
     usual_tokens: Sequence[float] = ()  # of a step with 1, 2 ... drafts
+    costs_known: bool = False  # from earlier runs
 
 
 def spelled_out(given: Any, model: str, device: str) -> Any:
@@ -57,24 +58,25 @@ def find_drafter(
     folder = shipped_head(target)
     if folder is None or options.load_format == "dummy":
         return Drafter(None)
-    num_drafts, note, store = GPU_DRAFTS, "the head that ships with stoop", None
+    num_drafts, note, store, known = GPU_DRAFTS, "the head that ships with stoop", None, False
     lengths = acceptance_lengths(folder)
     if device == "cpu":
         store = CostStore(options, model, folder)
-        num_drafts, why = _cpu_drafts(store, lengths)
+        costs = store.load()
+        known = costs is not None and not costs.busy  # other programs distort what steps cost
+        num_drafts, why = _cpu_drafts(costs if known else None, lengths)
         if num_drafts == 0:
             return Drafter(None, why)
         note += why
     wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
-    return Drafter(_settle(wanted, options, model, report), note, store, lengths)
+    return Drafter(_settle(wanted, options, model, report), note, store, lengths, known)
 
 
-def _cpu_drafts(store: CostStore, lengths: Sequence[float]) -> tuple[int, str]:
+def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int, str]:
     """How many drafts a step, and why, from what earlier runs found out."""
-    costs = store.load()
-    if costs is None or costs.busy:  # other programs distort what steps cost
+    if costs is None:
         return CPU_DRAFTS, "; stoop measures while it runs whether this helps here"
-    times = costs.times()
+    times = costs.times(CPU_DRAFTS)
     num_drafts, gain = choose_drafts(times, lengths)
     if num_drafts == 0:
         return 0, f"the model's head does not make it faster here ({gain:.2f}x at best)"

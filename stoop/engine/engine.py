@@ -25,6 +25,7 @@ from stoop.core.outputs import RequestOutput
 from stoop.core.request import Request
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan, StepResult
+from stoop.engine import draft_trial
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.drafter import Drafter, find_drafter
 from stoop.engine.inputs import InputProcessor, Prepared, Prompt, check_priority
@@ -302,7 +303,10 @@ def _make_trial(engine: Engine, drafter: Drafter) -> DraftTrial | None:
         return None
     if config.graph.mode != "none" or config.schedule.run_ahead:
         return None
-    return DraftTrial(drafter.spec.num_tokens, drafter.usual_tokens, drafter.store.add)
+    trial = DraftTrial(drafter.spec.num_tokens, drafter.usual_tokens, drafter.store.add)
+    if drafter.costs_known:
+        trial.early_gap = draft_trial.KNOWN_GAP
+    return trial
 
 
 class _Whole:

@@ -95,6 +95,18 @@ def test_a_head_that_paid_is_used_with_the_best_number_of_drafts(target: str) ->
     assert llm.metrics()["spec_decode_num_accepted_tokens"] > 0
 
 
+def test_fewer_drafts_in_one_run_do_not_mean_fewer_ever_after(target: str) -> None:
+    store_of(target).add(DraftCosts(1, 10.0, 11.0))
+    llm = LLM(target, **SETTINGS)
+    assert llm.config.spec is not None and llm.config.spec.num_tokens == 3
+
+
+def test_what_is_known_is_measured_less_often(target: str) -> None:
+    assert LLM(target, **SETTINGS).engine.trial.early_gap == draft_trial.EARLY_GAP
+    store_of(target).add(DraftCosts(3, 10.0, 12.0))
+    assert LLM(target, **SETTINGS).engine.trial.early_gap == draft_trial.KNOWN_GAP
+
+
 def test_a_head_that_did_not_pay_is_left_alone(target: str, capsys: pytest.CaptureFixture) -> None:
     from stoop.cli.start import start_llm
 
@@ -121,7 +133,7 @@ def test_costs_are_refined(target: str) -> None:
     store.add(DraftCosts(3, 99.0, 99.0, busy=True))  # disturbed: changes nothing
     store.add(DraftCosts(3, 20.0, 40.0))
     assert store.load() == DraftCosts(3, 15.0, 30.0)
-    assert store.load().times() == [15.0, 20.0, 25.0, 30.0]  # type: ignore[union-attr]
+    assert store.load().times(3) == [15.0, 20.0, 25.0, 30.0]  # type: ignore[union-attr]
 
 
 def test_the_number_of_threads_loses_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
