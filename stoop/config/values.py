@@ -16,7 +16,7 @@ def plain(value: Any) -> Any:
         return value
     try:
         return value.tolist()
-    except Exception:  # a tensor without numbers; whoever wants numbers will refuse it
+    except Exception:  # a tensor without numbers; the check of its type refuses it
         return value
 
 

@@ -194,7 +194,7 @@ def test_standard_input_is_read_without_being_asked_for(ask: Callable) -> None:
     assert ask(piped("hé\n\n".encode())) == ["hé\n"]
     assert ask(piped(b"hi\n"), "-p", "-") == ["hi"]
     assert ask(piped(b"hi\n"), "-p", "a", "-p", "-") == ["a", "hi"]
-    assert ask(piped(b"hi\n"), "-p", "a") == ["a"], "what nobody asked for is left alone"
+    assert ask(piped(b"hi\n"), "-p", "a") == ["a"], "standard input is left alone"
 
 
 def test_a_file_is_read_too(ask: Callable, tmp_path: Path) -> None:
