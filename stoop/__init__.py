@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import stoop.attention.traits  # noqa: F401 - our backends declare themselves to the configuration
 from stoop.config.errors import (
     CheckpointError,
     ConfigError,

@@ -6,22 +6,28 @@ A wrapper for graphs reads what FlashInfer's kernels read in a graph, its buffer
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from stoop.attention import flashinfer as backend
-from stoop.attention import registry
+from stoop.config import backends
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Makes attention_backend=flashinfer run on a CPU, in any precision and with any heads."""
     patch.setitem(sys.modules, "flashinfer", sys.modules[__name__])
-    patch.setattr(backend, "DEVICES", ("cpu",))
-    patch.setattr(backend, "DTYPES", (torch.float64, torch.float32))
-    patch.setattr(backend, "HEAD_SIZES", range(1, 257))
-    patch.setitem(registry.DRAFT_BACKENDS, "flashinfer", "reference")  # triton needs a GPU
+    lenient = replace(
+        backend.FLASHINFER,
+        devices=("cpu",),
+        dtypes=("float64", "float32"),
+        head_sizes=tuple(range(1, 257)),
+        draft_backend="reference",  # triton needs a GPU
+    )
+    patch.setattr(backend, "FLASHINFER", lenient)
+    patch.setitem(backends._TRAITS, "flashinfer", lenient)
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

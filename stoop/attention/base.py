@@ -4,7 +4,7 @@ A backend builds one metadata object a step on the host and reads it in every la
 between steps lives in persistent buffers; what depends on a batch lives in the metadata.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
-from stoop.config.schema import ModelSpec
 from stoop.graph.support import GraphSupport
 from stoop.ops.inputs import SlotTensors
-from stoop.ops.rope import HeadNorms, Rotation, rotate_and_store
 
 
 @dataclass(frozen=True)
@@ -28,17 +26,6 @@ class AttentionShape:
     scale: float
     window: int | None = None  # a token sees itself and window - 1 before it
 
-    @staticmethod
-    def of(spec: ModelSpec, window: int | None) -> "AttentionShape":
-        scale = spec.head_dim**-0.5
-        return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, scale, window)
-
-
-def attention_shapes(decoders: Sequence[ModelSpec]) -> tuple[AttentionShape, ...]:
-    """The distinct ones of all layers."""
-    found = (AttentionShape.of(spec, w) for spec in decoders for w in spec.windows or (None,))
-    return tuple(dict.fromkeys(found))
-
 
 @dataclass(frozen=True)
 class AttentionSetup:
@@ -49,20 +36,21 @@ class AttentionSetup:
     max_reqs: int
     max_model_len: int
     slots: SlotTensors
-    dtype: torch.dtype = torch.float32  # of queries and cache
+    dtype: torch.dtype = torch.float32  # of queries and outputs
+    kv_dtype: torch.dtype = torch.float32  # of the cache
     shapes: tuple[AttentionShape, ...] = ()  # distinct ones of all layers, the drafter's too
     query_len: int = 1  # query tokens of a decoding request
 
 
 class AttentionBackend(Protocol):
-    """Query tokens of a row stand behind its context, `context_lens`. Keys are live up to
-    `seq_lens`; query tokens past that are dead, and may come out as anything finite."""
+    """The query tokens of a row follow its context, `context_lens`. Keys are live up to `seq_lens`;
+    query tokens past that are dead, and may come out as anything finite."""
 
     name: str
     graph_support: GraphSupport
 
     def buffers(self) -> dict[str, Tensor]:
-        """Its persistent buffers, all written anew for every step."""
+        """Its persistent buffers; every step writes all of them again."""
         ...
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> Any:
@@ -87,41 +75,14 @@ class AttentionBackend(Protocol):
         ...
 
 
-class ForwardContext(Protocol):
-    """What a model's layers need beside their inputs; passed down, never a global."""
-
-    def attend(
-        self,
-        layer: int,
-        shape: AttentionShape,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        """Turn queries and keys, store keys and values, and attend.
-
-        qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]
-        """
-        ...
-
-
 @dataclass(frozen=True)
-class PagedContext:
-    """Attention over the paged cache, right where it is called."""
+class PagedMetadata:
+    """What layers with paged state read of one step."""
 
     backend: AttentionBackend
-    metadata: Any
-    slot_mapping: Tensor  # [tokens] int64
-    kv_caches: list[Tensor]  # one a layer
+    plan: Any  # the backend's own, from `build`
+    slot_mapping: Tensor  # [tokens] int64: where each token's key and value go; -1: nowhere
 
-    def attend(
-        self,
-        layer: int,
-        shape: AttentionShape,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        cache, slots = self.kv_caches[layer], self.slot_mapping
-        q = rotate_and_store(qkv, shape.num_kv_heads, rotation, norms, cache, slots)
-        return self.backend.forward(shape, q, cache, self.metadata)
+    def attend(self, shape: AttentionShape, q: Tensor, cache: Tensor) -> Tensor:
+        """As `AttentionBackend.forward`."""
+        return self.backend.forward(shape, q, cache, self.plan)

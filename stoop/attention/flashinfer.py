@@ -20,17 +20,13 @@ import torch
 from torch import Tensor
 
 from stoop.attention.base import AttentionSetup, AttentionShape
+from stoop.attention.traits import FLASHINFER
 from stoop.batch.input_batch import InputBatch
 from stoop.config.errors import ConfigError
-from stoop.config.resolve import FLASHINFER_HEAD_SIZES
-from stoop.core.kv_layout import NULL_BLOCK
+from stoop.core.state import NULL_BLOCK
 from stoop.graph.support import GraphSupport
 from stoop.ops.library import register
 
-DEVICES = ("cuda",)
-DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = FLASHINFER_HEAD_SIZES
-BLOCK_SIZES = (8, 16, 32, 64)
 MIN_WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends
 TILES = (16, 64, 128)  # query rows of a tile, those of one KV head's group side by side
 
@@ -241,18 +237,20 @@ def _workspace_bytes(setup: AttentionSetup) -> int:
 
 
 def _refuse_unsupported(setup: AttentionSetup) -> None:
-    head_sizes = [s.head_dim for s in setup.shapes if s.head_dim not in HEAD_SIZES]
+    traits = FLASHINFER
+    assert traits.devices and traits.dtypes and traits.head_sizes and traits.block_sizes
+    dtype = str(setup.dtype).removeprefix("torch.")
+    head_sizes = [s.head_dim for s in setup.shapes if s.head_dim not in traits.head_sizes]
     problem = None
-    if setup.device.type not in DEVICES:
+    if setup.device.type not in traits.devices:
         problem = f"does not run on {setup.device.type}: use a CUDA device"
-    elif setup.dtype not in DTYPES:
-        dtype = str(setup.dtype).removeprefix("torch.")
+    elif dtype not in traits.dtypes:
         problem = f"has no kernels for {dtype}: use dtype=bfloat16 or float16"
     elif head_sizes:
-        known = ", ".join(map(str, HEAD_SIZES))
+        known = ", ".join(map(str, traits.head_sizes))
         problem = f"has kernels for heads of {known}, none for {head_sizes[0]}: use another model"
-    elif setup.block_size not in BLOCK_SIZES:
-        known = ", ".join(map(str, BLOCK_SIZES))
+    elif setup.block_size not in traits.block_sizes:
+        known = ", ".join(map(str, traits.block_sizes))
         problem = f"does not take block_size={setup.block_size}: use one of {known}"
     if problem:
         raise ConfigError(f"attention_backend=flashinfer {problem}, or attention_backend=auto")

@@ -7,15 +7,22 @@ from stoop.attention.flashinfer import FlashInferBackend
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.attention.reference import ReferenceBackend
 from stoop.attention.triton import TritonBackend
+from stoop.config.backends import BackendTraits, backend_traits, declare_backend
 
-BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {
+MakeBackend = Callable[[AttentionSetup], AttentionBackend]
+
+BACKENDS: dict[str, MakeBackend] = {
     ReferenceBackend.name: ReferenceBackend,
     HostPlanBackend.name: HostPlanBackend,
     TritonBackend.name: TritonBackend,
     FlashInferBackend.name: FlashInferBackend,
 }
-# Who serves draft decodes where a backend cannot: only the device knows their lengths.
-DRAFT_BACKENDS = {FlashInferBackend.name: TritonBackend.name}
+
+
+def register_backend(traits: BackendTraits, make: MakeBackend) -> None:
+    """Add a backend from outside; `attention_backend=traits.name` then chooses it."""
+    declare_backend(traits)
+    BACKENDS[traits.name] = make
 
 
 def make_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
@@ -24,4 +31,4 @@ def make_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
 
 def make_draft_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
     """For draft decodes of a drafter whose target attends by `name`."""
-    return make_backend(DRAFT_BACKENDS.get(name, name), setup)
+    return make_backend(backend_traits(name).draft_backend or name, setup)

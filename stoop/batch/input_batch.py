@@ -29,7 +29,9 @@ class InputBatch:
     step: StepTensors  # whole buffers
 
     def without_padded_rows(self) -> "InputBatch":
-        """For phases that run eagerly behind a graph of the forward pass."""
+        """For phases that run eagerly after a graph of the forward pass."""
+        if self.num_reqs_padded == self.num_reqs:
+            return self
         return replace(self, num_reqs_padded=self.num_reqs)
 
     @property

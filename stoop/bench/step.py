@@ -22,11 +22,10 @@ from stoop.bench.profile import DeviceTimes, Trace, device_times, read_trace, tr
 from stoop.bench.shapes import open_shape
 from stoop.bench.spec import Start
 from stoop.config.errors import ConfigError, MemoryShortage
-from stoop.config.schema import ModelSpec
-from stoop.core.kv_layout import DTYPE_BYTES
 from stoop.core.request import Request, TokenRules
 from stoop.core.sampling_params import SamplingParams
 from stoop.engine.engine import Engine
+from stoop.layers.stateful import stateful_layers
 from stoop.llm import LLM
 from stoop.models.eagle import EagleHead
 from stoop.models.llama import LlamaModel
@@ -298,14 +297,13 @@ def plant_prefix(engine: Engine, prompt: Sequence[int]) -> None:
 
 def step_bytes(llm: LLM, batch: int, live_length: float) -> StepBytes:
     """Weights once, the head's as often as it runs, and live KV wherever it is attended to."""
-    runner, config = llm.engine.runner, llm.config
-    size = DTYPE_BYTES[config.device.dtype]
-    kv = _kv_elements(config.model, live_length) * size
-    head, num_passes = 0, config.schedule.num_drafts
+    runner, layout = llm.engine.runner, llm.engine.runner.state_layout
+    own = len(stateful_layers(runner.model))
+    kv = layout.context_bytes(live_length, layout.states[:own])
+    head, num_passes = 0, llm.config.schedule.num_drafts
     if isinstance(runner.speculator, EagleSpeculator):
-        decoder = runner.speculator.head.spec.decoder
         head = _head_bytes(runner.speculator.head, num_passes)
-        kv += num_passes * _kv_elements(decoder, live_length) * size
+        kv += num_passes * layout.context_bytes(live_length, layout.states[own:])
     return StepBytes(_target_bytes(runner.model), head, batch * kv)
 
 
@@ -327,13 +325,6 @@ def _head_bytes(head: EagleHead, num_passes: int) -> int:
 
 def _weight_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _kv_elements(spec: ModelSpec, live_length: float) -> float:
-    """Of one request; a sliding window bounds what a layer reads."""
-    windows = spec.windows or (None,) * spec.num_layers
-    tokens = sum(live_length if w is None else min(live_length, w) for w in windows)
-    return tokens * 2 * spec.num_kv_heads * spec.head_dim
 
 
 def read_bandwidth(device: str) -> float:

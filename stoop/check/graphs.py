@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from stoop.checkpoint.report import Report
-from stoop.config.resolve import attention_backends
+from stoop.config.backends import serving_backends
 from stoop.config.schema import EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan
 from stoop.engine.drafter import spelled_out
 from stoop.graph.descriptor import BatchExecutionDescriptor
-from stoop.graph.manager import CudaGraphManager
+from stoop.layers.attention import Attention
 from stoop.llm import LLM
 from stoop.worker.device import find_device
 from stoop.worker.output import LaunchedStep
@@ -153,8 +153,9 @@ def run_checks(
     eager = LLM(folder, graph_mode="none", **uncaptured)
     device = eager.config.device
     expected = _eager_outcomes(eager, workloads) if device.dtype == "float64" else None
-    head_dim = eager.config.model.head_dim
-    backends = backends or attention_backends(device.device, device.dtype, head_dim)
+    layers = eager.engine.runner.layers
+    head_sizes = [layer.shape.head_dim for layer in layers if isinstance(layer, Attention)]
+    backends = backends or serving_backends(device.device, device.dtype, head_sizes)
     del eager
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):
@@ -183,30 +184,13 @@ def _eager_outcomes(eager: LLM, workloads: list[Workload]) -> dict[str, Outcome]
     return outcomes
 
 
-def _watch_replays(managers: Sequence[CudaGraphManager]) -> set[tuple[str, Any]]:
-    """Graphs that are replayed from here on, by manager and descriptor."""
-    used: set[tuple[str, Any]] = set()
-
-    def watched(manager: CudaGraphManager) -> Callable[..., None]:
-        replay = manager.replay
-
-        def spy(descriptor: BatchExecutionDescriptor, *args: Any, **options: Any) -> None:
-            used.add((manager.name, descriptor))
-            replay(descriptor, *args, **options)
-
-        return spy
-
-    for manager in managers:
-        manager.replay = watched(manager)  # type: ignore[method-assign]
-    return used
-
-
 def _check(
     llm: LLM, case: Case, workloads: list[Workload], expected: dict[str, Outcome] | None
 ) -> Case:
     started = time.perf_counter()
-    managers = llm.engine.runner.graphs.managers()
-    used = _watch_replays(managers)
+    executor = llm.engine.runner.executor
+    used: set[tuple[str, BatchExecutionDescriptor]] = set()
+    executor.on_replay.append(lambda name, descriptor: used.add((name, descriptor)))
     failures = []
     for workload in workloads:
         case.num_workloads += 1
@@ -219,10 +203,11 @@ def _check(
             failures.append(f"{case.backend} {case.mode}, {workload.name}: other tokens than eager")
         if expected is not None and outcome.drafts != expected[workload.name].drafts:
             failures.append(f"{case.backend} {case.mode}, {workload.name}: other drafts than eager")
-    captured = [(m.name, descriptor) for m in managers for descriptor in m.descriptors]
+    managers = executor.managers.items()
+    captured = [(name, each) for name, manager in managers for each in manager.descriptors]
     for name, descriptor in captured:
         if (name, descriptor) not in used:
-            which = f"{name} {descriptor}".strip()
+            which = f"{name} {descriptor}"
             failures.append(f"{case.backend} {case.mode}: no workload took {which}")
     case.num_graphs = len(captured)
     case.num_used = len(used)
@@ -246,7 +231,7 @@ def _run(llm: LLM, workload: Workload) -> Outcome:
 def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
     """Note after each step what stands behind the known tokens of its rows."""
     runner = llm.engine.runner
-    slots, launch = runner.state.tensors, runner.launch
+    slots, launch = runner.target.state.tensors, runner.launch
     first: int | None = None  # number of the workload's first request, which the first step has
 
     def spy(plan: StepPlan) -> LaunchedStep:

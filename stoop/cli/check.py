@@ -1,6 +1,7 @@
 """`stoop check`: are this model's graphs what its eager steps are?"""
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
@@ -8,8 +9,9 @@ import typer
 
 from stoop.cli.options import engine_flags
 from stoop.cli.progress import StageProgress
+from stoop.config.backends import backend_names
 from stoop.config.errors import ConfigError
-from stoop.config.resolve import ATTENTION_BACKENDS, GRAPH_MODES
+from stoop.config.resolve import GRAPH_MODES
 
 FIXED = (
     "graph_mode",
@@ -57,7 +59,7 @@ def check(
     the model is. The last line is JSON; the exit code is 1 if anything differs.
     """
     chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
-    chosen_backends = _chosen("--backends", backends, ATTENTION_BACKENDS) if backends else None
+    chosen_backends = _chosen("--backends", backends, backend_names()) if backends else None
     from stoop.check.graphs import TINY, run_checks, tiny_model
 
     place = tiny_model(engine) if model == TINY else nullcontext((model, engine))
@@ -72,7 +74,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _chosen(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
+def _chosen(flag: str, text: str, known: Sequence[str]) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in known:

@@ -33,6 +33,7 @@ def tune(
     """
     from stoop.ops.kernels.linear_choice import MAX_TOKENS
     from stoop.worker.device import find_device
+    from stoop.worker.profiling import find_products
 
     counts = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(1 <= count <= MAX_TOKENS for count in counts):
@@ -41,7 +42,7 @@ def tune(
         raise ConfigError("tune measures a GPU: run it on a machine with one, without --device cpu")
     llm = start_llm(model, {**engine, "graph_mode": "none", "skip_tokenizer_init": True})
     runner = llm.engine.runner
-    products = runner.find_products()
+    products = find_products(runner.target, runner.executor, runner.config)
     if not products:
         dtype = llm.config.device.dtype
         raise ConfigError(f"stoop's kernels are for bfloat16 and float16, not {dtype}: set --dtype")

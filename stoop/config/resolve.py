@@ -1,12 +1,12 @@
 """User options and a checkpoint's own facts, checked and merged into one `Config`."""
 
 import dataclasses
-import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stoop.config.backends import AUTO, BackendTraits, backend_names, choose_backend
 from stoop.config.errors import ConfigError
 from stoop.config.options import translate
 from stoop.config.schema import (
@@ -23,8 +23,6 @@ from stoop.config.schema import (
 )
 from stoop.config.values import is_number, is_whole, plain, shown
 
-ATTENTION_BACKENDS = ("reference", "hostplan", "triton", "flashinfer")
-FLASHINFER_HEAD_SIZES = (64, 128, 256)
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 MAX_RUN_AHEAD = 8
 MIN_KV_BLOCKS = 2  # the null block and one to use
@@ -46,7 +44,7 @@ def _check_alone(options: EngineOptions) -> None:
     """Each option by itself, but for numbers."""
     _choice("load_format", options.load_format, ("auto", "dummy"))
     _choice("dtype", options.dtype, ("auto", *DTYPES))
-    _choice("attention_backend", options.attention_backend, ("auto", *ATTENTION_BACKENDS))
+    _choice("attention_backend", options.attention_backend, (AUTO, *backend_names()))
     _choice("graph_mode", options.graph_mode, ("auto", *GRAPH_MODES))
     for name in (
         "skip_tokenizer_init",
@@ -88,7 +86,7 @@ def resolve(
     """`device` is the concrete one that the worker found for `options.device`."""
     _check_alone(options)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
-    backend = _attention(options.attention_backend, device, dtype)
+    backend = choose_backend(options.attention_backend, device, dtype)
     schedule = _schedule(options, model, device, spec)
     schedule = dataclasses.replace(schedule, run_ahead=_run_ahead(options, device, backend))
     return Config(
@@ -97,28 +95,10 @@ def resolve(
         device=DeviceConfig(device, dtype),
         cache=_cache(options),
         schedule=schedule,
-        attention_backend=backend,
+        attention_backend=backend.name,
         graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
         spec=spec,
     )
-
-
-def _attention(asked: str, device: str, dtype: str) -> str:
-    """By default our kernels where they run."""
-    if asked == "auto":
-        return "triton" if device.startswith("cuda") and dtype != "float64" else "reference"
-    return asked
-
-
-def attention_backends(device: str, dtype: str, head_dim: int) -> list[str]:
-    """Those that run a model on a device, of what is installed."""
-    cuda = device.startswith("cuda")
-    served = cuda and dtype in ("bfloat16", "float16") and head_dim in FLASHINFER_HEAD_SIZES
-    runs = {
-        "triton": cuda and dtype != "float64",
-        "flashinfer": served and importlib.util.find_spec("flashinfer") is not None,
-    }
-    return [name for name in ATTENTION_BACKENDS if runs.get(name, True)]
 
 
 def _cache(options: EngineOptions) -> CacheConfig:
@@ -141,15 +121,15 @@ def _cache(options: EngineOptions) -> CacheConfig:
     )
 
 
-def _run_ahead(options: EngineOptions, device: str, backend: str) -> int:
+def _run_ahead(options: EngineOptions, device: str, backend: BackendTraits) -> int:
     asked = options.run_ahead
     if asked is not None and _integer("run_ahead", asked, least=0) > MAX_RUN_AHEAD:
         raise ConfigError(f"run_ahead={asked}: use at most {MAX_RUN_AHEAD}")
-    if backend == "flashinfer":  # its plans need lengths that only a result tells
+    if backend.exact_lengths:
         if asked:
             raise ConfigError(
-                f"run_ahead={asked}: attention_backend=flashinfer plans each step from the results "
-                "of the one before; use run_ahead=0 or another backend"
+                f"run_ahead={asked}: attention_backend={backend.name} plans each step from the "
+                "results of the one before; use run_ahead=0 or another backend"
             )
         return 0
     if asked is None:

@@ -292,7 +292,7 @@ class Engine:
             "kv_cache_usage": pool.num_used / pool.num_usable,
             "kv_cache_blocks": pool.num_usable,
             "kv_cache_tokens": pool.num_usable * scheduler.block_size,
-            "kv_cache_bytes": pool.num_blocks * self.runner.kv_layout.block_bytes,
+            "kv_cache_bytes": pool.num_blocks * self.runner.state_layout.block_bytes,
         }
 
 

@@ -9,14 +9,13 @@ has written them.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stoop.graph.buffers import Buffer, Lifetime
 from stoop.graph.operations import (
     LeafMode,
     is_view,
@@ -24,20 +23,6 @@ from stoop.graph.operations import (
     tensors_of,
     written_arguments,
 )
-
-
-class Lifetime(Enum):
-    CONSTANT = "constant"  # weights, tables
-    SLOT = "slot"  # KV, block tables, request state
-    STEP = "step"  # inputs, metadata, what phases hand over
-    DRAFT = "draft"  # derived anew for each draft decode of a step
-
-
-@dataclass(frozen=True)
-class Buffer:
-    name: str
-    tensor: Tensor
-    lifetime: Lifetime
 
 
 class SanitizerError(RuntimeError):
@@ -80,8 +65,9 @@ class Sanitizer:
         self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int32) for b in self.buffers}
         self._footprints: dict[Any, list[tuple[Buffer, Tensor]]] = {}
 
-    def learn(self, key: Any, function: Callable[[], object]) -> None:
-        """Watch a graph's phases and remember which elements they rely on."""
+    def learn(self, key: Any, function: Callable[[], object]) -> list[str]:
+        """Watch a graph's phases and remember which elements they rely on; returns the names of
+        the buffers."""
         with _disable_current_modes():  # a capture around us must not record this
             watcher = _Watcher(self.buffers)
         with watcher:
@@ -89,6 +75,7 @@ class Sanitizer:
         with _disable_current_modes():
             relied = ((b, watcher.relied_on[b.name]) for b in self.buffers)
             self._footprints[key] = [(b, mask) for b, mask in relied if bool(mask.any())]
+            return [buffer.name for buffer, _ in self._footprints[key]]
 
     def begin_step(self) -> None:
         self._stamp_written()

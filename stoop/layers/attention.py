@@ -2,27 +2,29 @@
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from stoop.attention.base import AttentionShape, ForwardContext
+from stoop.attention.base import AttentionShape, PagedMetadata
 from stoop.config.schema import ModelSpec
+from stoop.core.state import PagedState
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
+from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightSlot, prefixed
-from stoop.ops.rope import HeadNorms, Rotation
+from stoop.ops.rope import HeadNorms, Rotation, rotate, rotate_and_store
 
 
-class Attention(nn.Module):
-    """`layer` numbers its KV cache; `in_size` is that of the input where it is not the model's."""
+class Attention(StatefulLayer):
+    """`in_size` is that of the input where it is not the model's."""
 
-    def __init__(
-        self, spec: ModelSpec, layer: int, *, window: int | None, in_size: int | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, *, window: int | None, in_size: int | None = None) -> None:
         super().__init__()
-        self.layer = layer
         self.q_size = spec.num_heads * spec.head_dim
         self.kv_size = spec.num_kv_heads * spec.head_dim
-        self.shape = AttentionShape.of(spec, window)
+        self.shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window
+        )
+        self.paged = PagedState(spec.num_kv_heads, spec.head_dim, spec.head_dim, window=window)
         self.qkv_proj = FusedLinear(
             ("q_proj", "k_proj", "v_proj"),
             in_size or spec.hidden_size,
@@ -32,6 +34,16 @@ class Attention(nn.Module):
         self.o_proj = FusedLinear(("o_proj",), self.q_size, (spec.hidden_size,), spec.o_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+
+    @property
+    def state(self) -> PagedState:
+        return self.paged
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def forward(
         self,
@@ -49,11 +61,26 @@ class Attention(nn.Module):
         shape = self.shape
         qkv = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
         qkv = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        out = ctx.attend(self.layer, shape, qkv, rotation, norms)
+        out = ctx.run(self, qkv, rotation)
         return self.o_proj.onto(out.reshape(-1, self.q_size), stream, keep=keep, idle=True)
+
+    def core(
+        self, cache: Tensor, metadata: PagedMetadata, qkv: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """Rotate queries and keys, store keys and values, and attend.
+
+        qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]
+        """
+        kv_heads, slots = self.shape.num_kv_heads, metadata.slot_mapping
+        q = rotate_and_store(qkv, kv_heads, rotation, self.head_norms, cache, slots)
+        return metadata.attend(self.shape, q, cache)
+
+    def empty_output(self, qkv: Tensor, rotation: Rotation) -> Tensor:
+        return qkv.new_empty(qkv.shape[0], self.shape.num_heads, self.shape.head_dim)
+
+    def rotated(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, for a context that attends without a cache."""
+        return rotate(qkv, self.shape.num_kv_heads, rotation, self.head_norms)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots()

@@ -12,13 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from stoop.attention.base import ForwardContext
 from stoop.config.schema import HeadSpec
 from stoop.layers.attention import Attention
 from stoop.layers.embedding import Embedding, OutputHead
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
+from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightSlot, prefixed
 from stoop.models.llama import MLP, DecoderLayer, LlamaModel
 from stoop.ops.norm import join_embedded, join_norms, take_and_norm, take_rows
@@ -28,10 +28,10 @@ from stoop.ops.rope import Rotation
 class Eagle1Layer(nn.Module):
     """A first layer without an input norm, over the joined embedding and feature."""
 
-    def __init__(self, spec: HeadSpec, layer: int) -> None:
+    def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         decoder = spec.decoder
-        self.self_attn = Attention(decoder, layer, window=_window(spec, 0))
+        self.self_attn = Attention(decoder, window=_window(spec, 0))
         self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.mlp = MLP(decoder)
 
@@ -50,14 +50,14 @@ class Eagle1Layer(nn.Module):
 class Eagle3Layer(nn.Module):
     """A first layer whose attention takes the embedding and the feature side by side."""
 
-    def __init__(self, spec: HeadSpec, layer: int) -> None:
+    def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         decoder = spec.decoder
         size, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.norm_before_residual = spec.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps)  # of the embedding
         self.hidden_norm = RMSNorm(size, eps)  # of the feature
-        self.self_attn = Attention(decoder, layer, window=_window(spec, 0), in_size=2 * size)
+        self.self_attn = Attention(decoder, window=_window(spec, 0), in_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(decoder)
 
@@ -85,9 +85,7 @@ class Eagle3Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """`first_kv_layer` numbers the KV cache of its first layer: they follow the target's."""
-
-    def __init__(self, spec: HeadSpec, first_kv_layer: int = 0) -> None:
+    def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         decoder, self.spec = spec.decoder, spec
         size, eps = decoder.hidden_size, decoder.rms_norm_eps
@@ -100,10 +98,9 @@ class EagleHead(nn.Module):
             RMSNorm(spec.target_hidden_size, eps) for _ in (spec.taps if spec.fc_norms else ())
         )
         first = Eagle3Layer if self.eagle3 else Eagle1Layer
-        self.first = first(spec, first_kv_layer)
+        self.first = first(spec)
         self.rest = nn.ModuleList(
-            DecoderLayer(decoder, first_kv_layer + index, _window(spec, index))
-            for index in range(1, decoder.num_layers)
+            DecoderLayer(decoder, _window(spec, index)) for index in range(1, decoder.num_layers)
         )
         self.norm = RMSNorm(size, eps) if self.eagle3 else None
         self.embed_tokens = Embedding(spec.target_vocab_size, size) if spec.own_embedding else None

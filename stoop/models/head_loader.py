@@ -30,11 +30,10 @@ def load_head(
 ) -> EagleHead:
     """Build, fill and attach; with `dummy_seed`, random weights and no folder.
 
-    Its KV caches follow the target's. `num_positions` is the engine's: positions past the head's
-    own limit may be looked up, though nothing is drafted there.
+    `num_positions` is the engine's: positions past the head's own limit may be looked up, though
+    nothing is drafted there.
     """
-    first_kv_layer = target.spec.num_layers
-    head = build(lambda: EagleHead(spec, first_kv_layer), device, getattr(torch, dtype))
+    head = build(lambda: EagleHead(spec), device, getattr(torch, dtype))
     if dummy_seed is not None:
         fill_dummy(head, head.fc.weight.device, dummy_seed)
     else:

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from stoop.attention.base import ForwardContext
 from stoop.config.schema import ModelSpec
 from stoop.layers.attention import Attention
 from stoop.layers.embedding import Embedding, OutputHead
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
+from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightSlot, prefixed
+from stoop.model_state.base import ModelState, ModelStateSetup
+from stoop.model_state.default import DefaultModelState
 from stoop.ops.norm import rms_norm_into
 from stoop.ops.rope import Rotation
 
@@ -40,10 +42,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int, window: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, window: int | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = Attention(spec, layer, window=window)
+        self.self_attn = Attention(spec, window=window)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
@@ -69,7 +71,7 @@ class LlamaModel(nn.Module):
         self.spec = spec
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         windows = spec.windows or (None,) * spec.num_layers
-        self.layers = nn.ModuleList(DecoderLayer(spec, i, w) for i, w in enumerate(windows))
+        self.layers = nn.ModuleList(DecoderLayer(spec, window) for window in windows)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = OutputHead(
             spec.vocab_size,
@@ -118,6 +120,9 @@ class LlamaModel(nn.Module):
         else:
             rms_norm_into(stream, self.norm.weight, self.norm.eps, out)
         return out, [streams[tap] for tap in taps]
+
+    def make_model_state(self, setup: ModelStateSetup) -> ModelState:
+        return DefaultModelState(setup)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] to [n, vocab_size], in float32 or better."""

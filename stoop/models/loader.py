@@ -15,6 +15,7 @@ from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import Config, ModelSpec
 from stoop.layers.weights import WeightSlot
+from stoop.models.eagle import EagleHead
 from stoop.models.llama import LlamaModel
 from stoop.models.registry import model_class
 
@@ -60,6 +61,15 @@ def build_model(
 ) -> LlamaModel:
     cls = model_class(config.model)
     return build(lambda: cls(config.model), config.device.device, dtype, check)
+
+
+def describe_modules(config: Config) -> list[nn.Module]:
+    """The model and its draft head, without memory."""
+    with torch.device("meta"):
+        found: list[nn.Module] = [model_class(config.model)(config.model)]
+        if config.head is not None:
+            found.append(EagleHead(config.head))
+    return found
 
 
 def _empty_as(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ A free block may still hold a cached prefix; it keeps it until its turn comes to
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from stoop.core.kv_layout import NULL_BLOCK
+from stoop.core.state import NULL_BLOCK
 
 
 class BlockPool:

@@ -1,28 +1,29 @@
-"""From a speculative configuration to its drafter."""
+"""Drafters by method."""
 
-from stoop.checkpoint.report import Report
-from stoop.models.head_loader import load_head
-from stoop.models.llama import LlamaModel
+from collections.abc import Callable
+
+from torch import nn
+
 from stoop.spec.base import DraftSetup, Speculator
 from stoop.spec.eagle import EagleSpeculator
 from stoop.spec.ngram import NgramSpeculator
 
+# A method's drafter, made of what it shares with the target and of its draft model, if it has one.
+MakeSpeculator = Callable[[DraftSetup, nn.Module | None], Speculator]
 
-def make_speculator(
-    setup: DraftSetup, target: LlamaModel, report: Report | None = None
-) -> Speculator:
-    config = setup.config
-    assert config.spec is not None
-    if config.spec.head is None:
-        return NgramSpeculator(setup)
-    head = load_head(
-        config.spec.head,
-        config.spec.folder,
-        device=config.device.device,
-        dtype=config.device.dtype,
-        target=target,
-        num_positions=config.schedule.max_model_len,
-        dummy_seed=config.load.seed if config.load.dummy else None,
-        report=report,
-    )
-    return EagleSpeculator(setup, head)
+
+def _eagle(setup: DraftSetup, draft_model: nn.Module | None) -> Speculator:
+    assert draft_model is not None
+    return EagleSpeculator(setup, draft_model)  # type: ignore[arg-type]
+
+
+SPECULATORS: dict[str, MakeSpeculator] = {
+    "eagle": _eagle,
+    "eagle3": _eagle,
+    "ngram": lambda setup, draft_model: NgramSpeculator(setup),
+}
+
+
+def make_speculator(setup: DraftSetup, draft_model: nn.Module | None) -> Speculator:
+    assert setup.config.spec is not None
+    return SPECULATORS[setup.config.spec.method](setup, draft_model)

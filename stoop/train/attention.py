@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from stoop.attention.base import AttentionShape
-from stoop.ops.rope import HeadNorms, Rotation, rotate
+from stoop.config.errors import ConfigError
+from stoop.layers.attention import Attention
+from stoop.layers.stateful import StatefulLayer
 from stoop.train.packing import Layout
 
 
@@ -23,16 +25,9 @@ class PackedContext:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
-    def attend(
-        self,
-        layer: int,
-        shape: AttentionShape,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        q, k, v = rotate(qkv, shape.num_kv_heads, rotation, norms)
-        return attend(self.layout, shape, q, k, v)
+    def run(self, layer: StatefulLayer, *inputs: Any) -> Tensor:
+        layer = _attention(layer)
+        return attend(self.layout, layer.shape, *layer.rotated(*inputs))
 
 
 class UnrolledContext:
@@ -40,21 +35,24 @@ class UnrolledContext:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.kept: dict[int, list[Tensor]] = {}  # by layer: k, v of each pass in turn
+        self.kept: dict[Attention, list[Tensor]] = {}  # by layer: k, v of each pass in turn
 
-    def attend(
-        self,
-        layer: int,
-        shape: AttentionShape,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        assert shape.window is None, "a window moves with the drafts, which is not done here"
-        q, k, v = rotate(qkv, shape.num_kv_heads, rotation, norms)
+    def run(self, layer: StatefulLayer, *inputs: Any) -> Tensor:
+        layer = _attention(layer)
+        assert layer.shape.window is None, "a window moves with the drafts, which is not done here"
+        q, k, v = layer.rotated(*inputs)
         kept = self.kept.setdefault(layer, [])
         kept += (k, v)
-        return attend(self.layout, shape, q, *kept)
+        return attend(self.layout, layer.shape, q, *kept)
+
+
+def _attention(layer: StatefulLayer) -> Attention:
+    if not isinstance(layer, Attention):
+        raise ConfigError(
+            f"train-draft cannot run a target with {type(layer).__name__} layers: use one that has "
+            "attention layers only"
+        )
+    return layer
 
 
 def attend(layout: Layout, shape: AttentionShape, q: Tensor, *kv: Tensor) -> Tensor:

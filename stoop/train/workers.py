@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from stoop.config.errors import ConfigError, StoopError
-from stoop.core.kv_layout import DTYPE_BYTES
+from stoop.core.state import DTYPE_BYTES
 from stoop.llm import LLM
 from stoop.text.prompts import read_prompts
 from stoop.train.answers import Share, make_data, read_inventions

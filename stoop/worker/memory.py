@@ -4,14 +4,17 @@ import contextlib
 import gc
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from stoop.config.backends import backend_traits
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.schema import Config, HeadSpec
-from stoop.core.kv_layout import DTYPE_BYTES, NULL_BLOCK, KVLayout
+from stoop.core.state import DTYPE_BYTES, NULL_BLOCK, PagedState, RecurrentState, StateLayout
 
 log = logging.getLogger(__name__)
 
@@ -19,14 +22,16 @@ GIB = 2**30
 # What the KV cache takes of a CPU's memory unless told otherwise.
 CPU_KV_BYTES = 4 * GIB
 
+LayerState = Tensor | dict[str, Tensor]
 
-def check_room(config: Config, layout: KVLayout) -> None:
+
+def check_room(config: Config, layout: StateLayout) -> None:
     """Refuse, before anything is loaded, what cannot fit even if nothing else took memory.
 
     Left to itself, a CPU runs out of memory minutes later, and the system may then end the process
     without a word.
     """
-    weights, kv = weight_bytes(config), _least_kv_bytes(config, layout)
+    weights, kv = weight_bytes(config), _least_state_bytes(config, layout)
     if weights + kv <= _obtainable_bytes(config):
         return
     gc.collect()  # an engine that was dropped may still hold its memory
@@ -58,13 +63,13 @@ def _head_params(head: HeadSpec) -> int:
     return layers + own_lm_head + own_embedding
 
 
-def _least_kv_bytes(config: Config, layout: KVLayout) -> int:
-    """What was asked for, or room for one request."""
-    cache = config.cache
+def _least_state_bytes(config: Config, layout: StateLayout) -> int:
+    """Recurrent states, and of KV what was asked for, or room for one request."""
+    cache, recurrent = config.cache, layout.recurrent_bytes
     if cache.num_blocks is None and cache.kv_cache_memory is not None:
-        return cache.kv_cache_memory
+        return cache.kv_cache_memory + recurrent
     num_blocks = cache.num_blocks or -(-config.schedule.max_model_len // cache.block_size) + 1
-    return num_blocks * layout.block_bytes
+    return num_blocks * layout.block_bytes + recurrent
 
 
 def _obtainable_bytes(config: Config) -> int:
@@ -78,29 +83,48 @@ def _obtainable_bytes(config: Config) -> int:
     return min(machine, _cgroup_free_bytes() or machine)
 
 
-def allocate_kv_caches(config: Config, layout: KVLayout, num_blocks: int) -> list[torch.Tensor]:
-    """One tensor a layer. Only the null block has contents, zeros, and keeps them for good.
+def allocate_states(
+    config: Config, layout: StateLayout, num_blocks: int, kept: Sequence[LayerState] = ()
+) -> list[LayerState]:
+    """One for each layer: a KV cache, or tensors by slot. Those of `kept` that do not depend on
+    the number of blocks are used again.
 
-    The rest is left as it comes: nothing is read before it is written, and a CPU hands out the
-    pages of such a tensor only when they are used. But FlashInfer multiplies values of masked keys
-    by 0, which must not give NaN.
+    Of a cache only the null block has contents, zeros, and keeps them for good. The rest is left as
+    it comes: nothing is read before it is written, and a CPU hands out the pages of such a tensor
+    only when they are used. Backends that read masked values get zeros throughout.
     """
-    dtype = getattr(torch, layout.dtype)
-    zeroed = slice(None) if config.attention_backend == "flashinfer" else NULL_BLOCK
-    caches = []
-    for shape in layout.shapes(num_blocks):
-        cache = torch.empty(shape, dtype=dtype, device=config.device.device)
-        cache[:, zeroed].zero_()
-        caches.append(cache)
-    return caches
+    device = config.device.device
+    zeroed = backend_traits(config.attention_backend).zeroed_cache
+    states: list[LayerState] = []
+    for index, state in enumerate(layout.states):
+        if isinstance(state, PagedState):
+            spec = state.tensor(num_blocks, layout.block_size, layout.dtype)
+            cache = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            cache[:, slice(None) if zeroed else NULL_BLOCK].zero_()
+            states.append(cache)
+        elif kept:
+            states.append(kept[index])
+        else:
+            states.append(_slot_tensors(layout, state, device))
+    return states
 
 
-def count_kv_blocks(config: Config, layout: KVLayout, num_bytes_free: int) -> int:
+def _slot_tensors(layout: StateLayout, state: RecurrentState, device: str) -> dict[str, Tensor]:
+    rows = layout.num_slots + 1  # and the sink
+    return {
+        name: torch.zeros((rows, *spec.shape), dtype=getattr(torch, spec.dtype), device=device)
+        for name, spec in state.slot_tensors(layout.query_len).items()
+    }
+
+
+def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) -> int:
     """Blocks for the memory given, the null block included; refused if a request cannot fit."""
     schedule, cache = config.schedule, config.cache
     blocks_per_request = -(-schedule.max_model_len // cache.block_size)
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
+    elif not layout.paged:  # blocks are numbers and nothing else
+        num_blocks = 2 * schedule.max_num_seqs * blocks_per_request + 1
     elif cache.kv_cache_memory is not None:
         num_blocks = cache.kv_cache_memory // layout.block_bytes
     else:

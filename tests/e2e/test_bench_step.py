@@ -145,7 +145,7 @@ def plans_of(k: int, length: int, planted: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(llm.engine.scheduler, "schedule", spy)
     with decoding(llm, load) as run:
         run.advance(3)
-        slots = llm.engine.runner.state.tensors
+        slots = llm.engine.runner.target.state.tensors
         known, computed = slots.num_tokens[:2].tolist(), slots.num_computed[:2].tolist()
     assert min(known) >= length + 4 and known == [count + 1 for count in computed]
     return plans
@@ -171,7 +171,7 @@ def test_planted_kv_is_finite_and_used() -> None:
     with decoding(llm, load) as run:
         run.advance(4)
         assert llm.metrics()["prefix_cache_hit_tokens"] == 48
-        assert llm.engine.runner.hidden[:3].isfinite().all()
+        assert llm.engine.runner.target.hidden[:3].isfinite().all()
 
 
 def test_every_repeat_finds_its_planted_context() -> None:

@@ -182,13 +182,13 @@ def test_check_proves_the_graphs_of_a_head() -> None:
 def test_check_fails_when_a_graph_is_wrong() -> None:
     """A phase left out of the graph: exit code 1, and a failure that names the buffer."""
     broken = (
-        "from stoop.worker.runner import ModelRunner; from stoop.worker.graphs import StepGraphs\n"
-        "run = StepGraphs.run\n"
-        "def without_update(self, descriptor, state):\n"
-        "    update, self.runner.update = self.runner.update, lambda: None\n"
-        "    run(self, descriptor, state)\n"
-        "    self.runner.update = update\n"
-        "StepGraphs.run = without_update\n"
+        "from dataclasses import replace\n"
+        "from stoop.worker.executor import PhaseExecutor\n"
+        "run = PhaseExecutor._run_captured\n"
+        "def without_update(self, manager, segment, descriptor, states):\n"
+        "    kept = tuple(phase for phase in segment.phases if phase.name != 'U')\n"
+        "    run(self, manager, replace(segment, phases=kept), descriptor, states)\n"
+        "PhaseExecutor._run_captured = without_update\n"
         "from stoop.cli.main import main; main()"
     )
     args = ["check", "--modes", "step", "--backends", "reference", "--json"]

@@ -236,7 +236,7 @@ def test_a_step_that_fails_costs_its_own_requests_only(
     engine.add_request("fails", "hello", GREEDY.replace(n=2, seed=1))
     engine.add_request("waits", "waits", GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "forward", lambda *args: 1 / 0)
+        patch.setattr(engine.runner.target, "forward", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     outputs = []
@@ -251,7 +251,7 @@ def test_a_stream_whose_request_was_lost_says_so(llm: LLM, monkeypatch: pytest.M
     stream = llm.stream("hello", GREEDY)
     next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "forward", lambda *args: 1 / 0)
+        patch.setattr(llm.engine.runner.target, "forward", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate("other", GREEDY)
     with pytest.raises(RequestError, match="lost"):

@@ -54,7 +54,7 @@ def test_kernels_and_graphs_answer_as_plain_decoding(
     trace = run(llm, num_tokens)
     assert trace.answers == plain.answers
     assert sum(trace.per_position) > (3 if name == "ngram-right" else 20)
-    modes = {d.mode for d in llm.engine.runner.graphs.manager.descriptors}
+    modes = {d.mode for d in llm.engine.runner.lane.descriptors}
     expected = {"full": {RunMode.FULL}, "step": {RunMode.STEP, RunMode.FULL}}
     assert modes >= expected.get(mode, set())  # kernels are captured whole
 

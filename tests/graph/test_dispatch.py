@@ -650,7 +650,8 @@ def test_lazily_planned_metadata_is_planned_in_the_graph(shared: bool) -> None:
 
 def test_names_that_a_user_may_write_are_those_that_exist() -> None:
     from stoop.attention.registry import BACKENDS
-    from stoop.config.resolve import ATTENTION_BACKENDS, GRAPH_MODES
+    from stoop.config.backends import backend_names
+    from stoop.config.resolve import GRAPH_MODES
 
-    assert set(ATTENTION_BACKENDS) == set(BACKENDS)
+    assert set(backend_names()) == set(BACKENDS)
     assert set(GRAPH_MODES) == {mode.value for mode in GraphMode}

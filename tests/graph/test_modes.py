@@ -28,14 +28,12 @@ def eager(folders: dict[str, Path]) -> dict[str, Answers]:
 def descriptors_used(llm: LLM) -> set[BatchExecutionDescriptor]:
     """Filled while the engine runs."""
     used: set[BatchExecutionDescriptor] = set()
-    graphs = llm.engine.runner.graphs
-    replay = graphs.replay
 
-    def spy(descriptor: BatchExecutionDescriptor, context: object = None) -> None:
-        used.add(descriptor)
-        replay(descriptor, context)
+    def note(segment: str, descriptor: BatchExecutionDescriptor) -> None:
+        if "C" in segment:
+            used.add(descriptor)
 
-    graphs.replay = spy  # type: ignore[method-assign]
+    llm.engine.runner.executor.on_replay.append(note)
     return used
 
 
@@ -75,7 +73,7 @@ def test_every_live_size_below_every_descriptor(
             assert [o.outputs[0].token_ids for o in llm.generate(batch, short)] == [
                 o.outputs[0].token_ids for o in plain.generate(batch, short)
             ]
-    captured = set(llm.engine.runner.graphs.manager.descriptors)
+    captured = set(llm.engine.runner.lane.descriptors)
     decode = {descriptor for descriptor in captured if descriptor.query_len is not None}
     assert decode <= used  # every size, and every kind of sampling
     if mode == "piecewise":
@@ -96,17 +94,17 @@ def test_a_prompts_last_token_alone_is_no_decode(folders: dict[str, Path]) -> No
 def test_modes_are_capped_by_what_the_backend_declares(folders: dict[str, Path]) -> None:
     """hostplan serves uniform batches only: mixed ones are cut into pieces."""
     llm = make_llm(folders["llama3"], graph_mode="step", attention_backend="hostplan")
-    modes = {d.mode for d in llm.engine.runner.graphs.manager.descriptors}
+    modes = {d.mode for d in llm.engine.runner.lane.descriptors}
     assert modes == {RunMode.STEP, RunMode.PIECEWISE}
     llm = make_llm(folders["llama3"], graph_mode="step", attention_backend="reference")
-    modes = {d.mode for d in llm.engine.runner.graphs.manager.descriptors}
+    modes = {d.mode for d in llm.engine.runner.lane.descriptors}
     assert modes == {RunMode.STEP, RunMode.FULL}
 
 
 def test_capture_changes_nothing_that_lives(folders: dict[str, Path]) -> None:
     """A captured engine starts as an eager one: no block, slot or counter is touched."""
     llm = make_llm(folders["llama3"], graph_mode="step")
-    tensors = llm.engine.runner.state.tensors
+    tensors = llm.engine.runner.target.state.tensors
     assert int(tensors.num_tokens[:-1].sum()) == 0
     assert int(tensors.num_computed[:-1].sum()) == 0
     assert int(tensors.token_ids[:-1].abs().sum()) == 0
@@ -117,7 +115,7 @@ def test_capture_changes_nothing_that_lives(folders: dict[str, Path]) -> None:
 def test_all_tapes_together_stay_under_twice_the_largest(folders: dict[str, Path]) -> None:
     largest = make_llm(folders["llama3"], graph_mode="step", capture_sizes="6,48")
     every = make_llm(folders["llama3"], graph_mode="step")
-    ratio = [llm.engine.runner.graphs.manager.backend.num_bytes for llm in (every, largest)]
+    ratio = [llm.engine.runner.executor.backend.num_bytes for llm in (every, largest)]
     assert 0 < ratio[0] < 2 * ratio[1]
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoop.graph.sanitizer import Buffer, Lifetime, Sanitizer, StaleRead
+from stoop.graph.buffers import Buffer, Lifetime
+from stoop.graph.sanitizer import Sanitizer, StaleRead
 
 
 class Rig:

@@ -227,7 +227,7 @@ def watch_drafts(llm: LLM, trace: Trace) -> None:
 
     def spy(plan: StepPlan) -> LaunchedStep:
         launched = launch(plan)
-        slots = runner.state.tensors
+        slots = runner.target.state.tensors
         for row in plan.rows:
             known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
             drafts = slots.token_ids[row.slot, known : known + count].tolist()

@@ -182,13 +182,7 @@ def test_a_request_may_lower_its_drafts_and_the_batch_keeps_its_graph(
 ) -> None:
     llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode="step", sanitize=True)
     used = []
-    replay = llm.engine.runner.graphs.replay
-
-    def spy(descriptor: Any, context: Any = None) -> None:
-        used.append(descriptor)
-        replay(descriptor, context)
-
-    llm.engine.runner.graphs.replay = spy  # type: ignore[method-assign]
+    llm.engine.runner.executor.on_replay.append(lambda name, descriptor: used.append(descriptor))
     batch = [[5], [6], [7], [8]]
     params = [GREEDY.replace(num_speculative_tokens=n, max_tokens=9) for n in (0, 1, 2, 3)]
     outputs = llm.generate(batch, params)
@@ -210,29 +204,30 @@ def test_runs_end_inside_the_reserved_blocks(drafters: DrafterStore) -> None:
     assert max(known for _, known in trace.drafts) == 72
 
 
-@pytest.mark.parametrize("backend", ["reference", "hostplan"])
+@pytest.mark.parametrize("name", ["reference", "hostplan"])
 @pytest.mark.parametrize(
     "mode", ["piecewise", "full", "full_decode_only", "full_and_piecewise", "step"]
 )
-def test_draft_decodes_are_whole_or_eager(drafters: DrafterStore, mode: str, backend: str) -> None:
+def test_draft_decodes_are_whole_or_eager(drafters: DrafterStore, mode: str, name: str) -> None:
     """Never in pieces; padded tokens are padded requests, in graphs and in every batch."""
-    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, attention_backend=backend)
+    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, attention_backend=name)
     speculator = llm.engine.runner.speculator
     assert isinstance(speculator, EagleSpeculator)
-    graphs = speculator.decode_graphs
-    assert (graphs is None) == (mode == "piecewise")
-    for descriptor in graphs.descriptors if graphs else ():
+    descriptors = speculator.lane.descriptors
+    assert (not descriptors) == (mode == "piecewise")
+    for descriptor in descriptors:
         assert descriptor.mode is RunMode.FULL
         assert descriptor.num_tokens == descriptor.num_reqs and descriptor.query_len == 1
     seen = []
-    build = speculator.setup.draft_backend.build
+    backend = llm.engine.runner.draft_state.backend
+    build = backend.build
 
     def spy(batch: Any, for_capture: bool = False) -> Any:
         seen.append((batch.num_tokens, batch.num_reqs))
         seen.append((batch.num_tokens_padded, batch.num_reqs_padded))
         return build(batch, for_capture)
 
-    speculator.setup.draft_backend.build = spy  # type: ignore[method-assign]
+    backend.build = spy  # type: ignore[method-assign]
     llm.generate(prompts(toy.SIZE)[:3], GREEDY)
     assert len(seen) > 6 and all(tokens == reqs for tokens, reqs in seen)
 

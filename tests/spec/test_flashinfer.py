@@ -23,7 +23,7 @@ from stoop.attention.flashinfer import FlashInferBackend, RowLengths
 from stoop.batch.input_batch import InputBatch
 from stoop.batch.request_state import RequestState
 from stoop.config.errors import ConfigError
-from stoop.config.resolve import attention_backends
+from stoop.config.backends import serving_backends
 from stoop.graph.descriptor import RunMode
 from stoop.graph.sanitizer import SanitizerError, StaleRead
 
@@ -84,12 +84,12 @@ def test_steps_in_flight_are_refused(checkpoints: CheckpointStore) -> None:
 def test_check_leaves_it_out_where_it_cannot_run(monkeypatch: Patch) -> None:
     found = [True]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found[0] or None)
-    assert "flashinfer" in attention_backends("cuda", "bfloat16", 64)
-    assert "flashinfer" not in attention_backends("cuda", "float32", 64)
-    assert "flashinfer" not in attention_backends("cuda", "bfloat16", 80)
-    assert attention_backends("cpu", "bfloat16", 64) == ["reference", "hostplan"]
+    assert "flashinfer" in serving_backends("cuda", "bfloat16", [64])
+    assert "flashinfer" not in serving_backends("cuda", "float32", [64])
+    assert "flashinfer" not in serving_backends("cuda", "bfloat16", [80])
+    assert serving_backends("cpu", "bfloat16", [64]) == ["reference", "hostplan"]
     found[0] = False
-    assert attention_backends("cuda:0", "float16", 64) == ["reference", "hostplan", "triton"]
+    assert serving_backends("cuda:0", "float16", [64]) == ["reference", "hostplan", "triton"]
 
 
 # ---- answers ----
@@ -165,11 +165,12 @@ def test_graphs_are_those_that_it_declares(drafters: DrafterStore) -> None:
     """Whole steps with all their drafting, mixed batches in pieces; one set of wrappers a size."""
     llm = make_llm(drafters.get("eagle3-noisy"), 3, graph_mode="step", **FLASHINFER)
     runner = llm.engine.runner
-    modes = {d.mode for d in runner.graphs.manager.descriptors}
+    modes = {d.mode for d in runner.lane.descriptors}
     assert modes == {RunMode.STEP, RunMode.PIECEWISE}
-    assert runner.speculator is not None and runner.speculator.in_step_graph
-    assert isinstance(runner.backend, FlashInferBackend)
-    assert set(runner.backend.captured) == {(1, 4), (2, 4), (4, 4)}
+    assert runner.executor.managers.keys() == {"C", "P", "ICVUPD", "D"}
+    backend = runner.target.model_state.backend
+    assert isinstance(backend, FlashInferBackend)
+    assert set(backend.captured) == {(1, 4), (2, 4), (4, 4)}
 
 
 @pytest.mark.usefixtures("_fake")

@@ -31,6 +31,7 @@ from stoop.core.request import Request
 from stoop.core.step import Admission, BlockAppend
 from stoop.sampling.verifier import Verdict
 from stoop.worker.output import Outcome, OutcomeRing
+from stoop.worker.profiling import run_dummy_step
 
 PROMPTS = [[5, 6, 7], list(range(11, 24)), [5, 6, 7, 8, 9, 10, 11, 12, 13], [99]]
 GREEDY_24 = SamplingParams(temperature=0.0, max_tokens=24)
@@ -51,7 +52,7 @@ def greedy_answers() -> list[list[int]]:
 
 
 def check_counters(engine: Any, *, drained: bool) -> None:
-    slots = engine.runner.state.tensors
+    slots = engine.runner.target.state.tensors
     for request in engine.scheduler.running:
         device_computed = int(slots.num_computed[request.slot])
         device_known = int(slots.num_tokens[request.slot])
@@ -74,7 +75,7 @@ def test_invariant_15_host_counters_bound_device_counters(num_kv_blocks: int) ->
         plan = engine.scheduler.schedule()
         admitted = {admission.slot for admission in plan.admissions}
         live = [r for r in engine.scheduler.running if r.slot not in admitted]
-        slots = engine.runner.state.tensors
+        slots = engine.runner.target.state.tensors
         assert all(r.num_computed >= int(slots.num_computed[r.slot]) for r in live)
         result = engine.runner.execute(plan)
         check_counters(engine, drained=False)
@@ -97,7 +98,7 @@ def test_invariant_15_bounds_hold_with_steps_under_way(num_kv_blocks: int, ahead
         run_ahead=ahead,
         speculative_config=ngram,
     )
-    engine, slots = llm.engine, llm.engine.runner.state.tensors
+    engine, slots = llm.engine, llm.engine.runner.target.state.tensors
     for index, prompt in enumerate(PROMPTS):
         engine.add_request(str(index), prompt, GREEDY_24.replace(ignore_eos=True))
     loose = 0
@@ -193,7 +194,7 @@ def test_invariant_16_every_parameter_of_a_slot_is_rewritten() -> None:
     for requests in ([plain_request("seeded")], [laden_request("l"), plain_request("seeded")]):
         engine = make_llm(max_num_seqs=1, enable_prefix_caching=False).engine
         run_requests(engine, requests)
-        state = engine.runner.sampling_state
+        state = engine.runner.target.sampling_state
         counts = {"stop_ids": state.stop_counts, "bias_ids": state.bias_counts}
         counts["bias_values"] = state.bias_counts
         row = {}
@@ -253,7 +254,7 @@ def test_invariant_18_each_step_stages_from_arrays_of_its_own(
 ) -> None:
     """No host array is written again by a later step, so a copy under way reads what was meant."""
     engine = make_llm(max_num_seqs=4, max_num_batched_tokens=8).engine
-    buffers = engine.runner.buffers
+    buffers = engine.runner.target.buffers
     seen: list[tuple[np.ndarray, np.ndarray]] = []
     copy_in = buffers._copy_in
 
@@ -377,13 +378,13 @@ def run_phases(guarded: str, requests: list[Request]) -> int:
     while scheduler.has_work:
         plan = scheduler.schedule()
         with pytest.MonkeyPatch.context() as patch:
-            phase = getattr(runner, guarded)
+            phase = getattr(runner.target, guarded)
 
             def under_guard(*args: Any, phase: Any = phase) -> Any:
                 with no_host_syncs():
                     return phase(*args)
 
-            patch.setattr(runner, guarded, under_guard)
+            patch.setattr(runner.target, guarded, under_guard)
             scheduler.update(runner.execute(plan))
         num_steps += 1
     return num_steps
@@ -401,7 +402,7 @@ def test_invariant_21_prompt_tail_is_not_overwritten_by_a_sampled_token() -> Non
     """Every row gets a token from the sampler; only a prompt's last chunk may keep it."""
     engine = make_llm(max_num_seqs=4, max_num_batched_tokens=4).engine
     requests = [make_request("a", range(20, 40), 4), make_request("b", [1, 2], 12)]
-    slots = engine.runner.state.tensors
+    slots = engine.runner.target.state.tensors
 
     def check_prompts() -> None:
         for request in engine.scheduler.running:
@@ -421,9 +422,9 @@ def test_invariant_22_chunks_before_the_last_sample_nothing() -> None:
         plan = engine.scheduler.schedule()
         result = engine.runner.execute(plan)
         slot = request.slot
-        known = int(engine.runner.state.tensors.num_tokens[slot])
+        known = int(engine.runner.target.state.tensors.num_tokens[slot])
         found.append((plan.rows[0].samples, len(result.rows[0].token_ids), known))
-        assert bool(engine.runner.buffers.step.samples[0]) == plan.rows[0].samples
+        assert bool(engine.runner.target.buffers.step.samples[0]) == plan.rows[0].samples
         engine.scheduler.update(result)
     assert found == [(False, 0, 13), (False, 0, 13), (False, 0, 13), (True, 1, 14)]
 
@@ -462,13 +463,13 @@ def test_invariant_25_oversize_writes_raise() -> None:
         runner.state.append_blocks(runner.staged, BlockAppend(0, runner.state.max_blocks, [1]))
     many = make_rules(stop_ids=range(200))
     with pytest.raises(IndexError):
-        runner.sampling_state.admit(runner.staged, 0, many)
+        runner.target.sampling_state.admit(runner.staged, 0, many)
 
 
 def test_invariant_25_positions_stay_below_the_model_limit() -> None:
     engine = make_llm(max_num_seqs=4, max_model_len=20, num_kv_blocks=32).engine
     requests = [make_request(f"r{i}", range(1, n + 1), 1000) for i, n in enumerate((19, 18, 3))]
-    step, highest = engine.runner.buffers.step, []
+    step, highest = engine.runner.target.buffers.step, []
     run_requests(engine, requests, between=lambda: highest.append(int(step.positions.max())))
     assert [r.num_tokens for r in requests] == [20, 20, 20]
     assert {r.finish_reason for r in requests} == {"length"}
@@ -490,7 +491,7 @@ def test_invariant_26_only_confirmed_tokens_enter_the_prefix_cache() -> None:
         assert len(scheduler.prefix_cache) == before
         result = engine.runner.execute(plan)
         scheduler.update(result)
-        slots = engine.runner.state.tensors
+        slots = engine.runner.target.state.tensors
         for request in running:
             if request.finished:
                 continue
@@ -577,15 +578,15 @@ def test_invariant_29_dummy_runs_leave_the_cache_and_live_slots_alone(
     runner = engine.runner
 
     def everything() -> list[torch.Tensor]:
-        state = [getattr(runner.state.tensors, f.name)[:-1] for f in fields(runner.state.tensors)]
-        sampling = [getattr(runner.sampling_state, f.name) for f in fields(runner.sampling_state)]
+        slots, rules = runner.target.state.tensors, runner.target.sampling_state
+        state = [getattr(slots, f.name)[:-1] for f in fields(slots)]
+        sampling = [getattr(rules, f.name) for f in fields(rules)]
         bits = [cache.view(torch.int64) for cache in runner.kv_caches]  # unused places may be NaN
         return [*bits, *state, *sampling]
 
     def dummy_run() -> None:
         before = [tensor.clone() for tensor in everything()]
-        with torch.inference_mode():
-            runner._dummy_run()
+        run_dummy_step(runner.target, runner.executor, runner.config)
         assert all(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
 
     dummy_run()

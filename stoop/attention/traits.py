@@ -1,0 +1,29 @@
+"""What our attention backends need and serve, declared to the configuration.
+
+Nothing is imported here that a backend needs to run.
+"""
+
+from stoop.config.backends import BackendTraits, declare_backend
+
+REFERENCE = BackendTraits("reference")
+HOSTPLAN = BackendTraits("hostplan")
+TRITON = BackendTraits(
+    "triton",
+    devices=("cuda",),
+    dtypes=("float32", "bfloat16", "float16"),
+    preferred_on=("cuda",),
+)
+FLASHINFER = BackendTraits(
+    "flashinfer",
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    head_sizes=(64, 128, 256),
+    block_sizes=(8, 16, 32, 64),
+    package="flashinfer",
+    exact_lengths=True,
+    zeroed_cache=True,
+    draft_backend="triton",
+)
+
+for _traits in (REFERENCE, HOSTPLAN, TRITON, FLASHINFER):
+    declare_backend(_traits)

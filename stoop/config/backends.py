@@ -1,0 +1,84 @@
+"""Attention backends as the configuration sees them: names, and what each asks of an engine.
+
+A backend declares its traits here (stoop/attention/traits.py does for ours), so that options are
+checked without importing it.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stoop.config.errors import ConfigError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """What a backend needs and serves; None: anything."""
+
+    name: str
+    devices: tuple[str, ...] | None = None  # device types
+    dtypes: tuple[str, ...] | None = None
+    head_sizes: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = None
+    package: str | None = None  # that must be installed
+    # Its plans need the exact length of every row, which the host only knows once the step before
+    # has returned: no run-ahead.
+    exact_lengths: bool = False
+    # It reads the values of masked keys and multiplies them by 0: they must not be NaN.
+    zeroed_cache: bool = False
+    draft_backend: str | None = None  # the backend that serves draft decodes in its place
+    preferred_on: tuple[
+        str, ...
+    ] = ()  # device types whose default it is, where it serves the dtype
+
+    def runs(self, device: str, dtype: str) -> bool:
+        """Whether it has kernels for them."""
+        kind = device.split(":")[0]
+        return _allows(self.devices, kind) and _allows(self.dtypes, dtype)
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+def _allows(known: tuple[object, ...] | None, value: object) -> bool:
+    return known is None or value in known
+
+
+_TRAITS: dict[str, BackendTraits] = {}
+
+
+def declare_backend(traits: BackendTraits) -> None:
+    if traits.name in _TRAITS or traits.name == AUTO:
+        raise ConfigError(f"an attention backend named {traits.name!r} exists: use another name")
+    _TRAITS[traits.name] = traits
+
+
+def backend_names() -> list[str]:
+    return list(_TRAITS)
+
+
+def backend_traits(name: str) -> BackendTraits:
+    return _TRAITS[name]
+
+
+def choose_backend(asked: str, device: str, dtype: str) -> BackendTraits:
+    """The one asked for; with "auto", the device's own, or else the first that serves anything."""
+    if asked != AUTO:
+        return _TRAITS[asked]
+    kind = device.split(":")[0]
+    able = [traits for traits in _TRAITS.values() if traits.runs(device, dtype)]
+    return next((traits for traits in able if kind in traits.preferred_on), able[0])
+
+
+def serving_backends(device: str, dtype: str, head_sizes: Sequence[int]) -> list[str]:
+    """Installed ones that run a model with such heads on a device."""
+    return [
+        traits.name
+        for traits in _TRAITS.values()
+        if traits.runs(device, dtype)
+        and all(_allows(traits.head_sizes, size) for size in head_sizes)
+        and traits.installed
+    ]

@@ -1,0 +1,158 @@
+"""A step as data: a list of phases, and the ways of cutting it into graphs.
+
+A phase is a function over persistent buffers with static shapes that takes no decision on the host.
+A graph mode is a way of cutting the list: `cut` says which phases make a segment together, and
+whether a graph holds it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+from stoop.graph.buffers import Buffer, Lifetime
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+
+HostCall = Callable[[Any], None]  # gets the step's batch
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """A batch and its attention metadata: what a captured graph reads, by identity.
+
+    (`CapturedAttentionState` in the reports.)
+    """
+
+    batch: Any  # a padded view of the lane's input buffers
+    metadata: Any
+
+
+class Lane(Protocol):
+    """A kind of batch with input buffers, metadata and graph sizes of its own.
+
+    The target has one; draft decodes, of one token a row, have another.
+    """
+
+    name: str
+    descriptors: Sequence[BatchExecutionDescriptor]  # sizes to capture
+
+    @property
+    def advances(self) -> bool:
+        """Whether metadata can follow the lengths on the device, inside a graph."""
+        ...
+
+    def dispatch(self, num_reqs: int) -> BatchExecutionDescriptor:
+        """The smallest captured size, or an eager one."""
+        ...
+
+    def capture_state(self, descriptor: BatchExecutionDescriptor) -> AttentionState:
+        """A batch of padding alone and fresh metadata; made outside the capture."""
+        ...
+
+    def live_state(
+        self, target: Any, descriptor: BatchExecutionDescriptor, number: int
+    ) -> AttentionState:
+        """Metadata refreshed for run `number` (from 1) of a step. target: the target's batch"""
+        ...
+
+    def advance(self, state: AttentionState) -> None:
+        """Fit the metadata to the lengths of the next run, on the device."""
+        ...
+
+    def context(self, state: AttentionState) -> Any:
+        """The forward context of a pass on this state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a step. `reads` and `writes` name persistent buffers; `*` stands for any text."""
+
+    name: str
+    run: Callable[[Any], None]
+    reads: AbstractSet[str]
+    writes: AbstractSet[str]
+    forward: bool = False  # a pass through layers, which is worth a graph of its own
+    lane: Lane | None = None  # None: the target's
+    times: int = 1  # runs a step, each on metadata of its own
+    drafts: bool = False  # part of drafting, which a step may go without
+    title: str = ""  # in messages
+    host_call: HostCall | None = None  # what the host does right before it; graphs end there
+
+    @property
+    def joins(self) -> bool:
+        """Whether one graph can hold it together with the phases before it."""
+        if self.host_call is not None:
+            return False
+        return self.lane is None or self.times == 1 or self.lane.advances
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring phases that run together: captured as one graph, or eagerly."""
+
+    phases: tuple[Phase, ...]
+    captured: bool
+
+    @property
+    def name(self) -> str:
+        return "".join(phase.name for phase in self.phases)
+
+    @property
+    def title(self) -> str:
+        return self.phases[0].title
+
+    @property
+    def lane(self) -> Lane | None:
+        """That whose sizes it goes by: the target's, unless all of it is on another."""
+        return self.phases[0].lane
+
+    @property
+    def host_call(self) -> HostCall | None:
+        return self.phases[0].host_call
+
+
+def cut(mode: RunMode, phases: Sequence[Phase]) -> list[Segment]:
+    """The segments of a step whose batch runs in `mode`.
+
+    Eager steps have a segment for each phase. PIECEWISE and FULL capture each forward pass. STEP
+    captures all phases, as few graphs as their host calls and lanes allow. A phase on a lane of its
+    own that joins no graph is captured wherever its lane has sizes to capture.
+    """
+    segments: list[Segment] = []
+    for phase in phases:
+        if mode is RunMode.STEP and segments and phase.joins and segments[-1].captured:
+            segments[-1] = Segment((*segments[-1].phases, phase), captured=True)
+        elif phase.lane is not None:
+            segments.append(Segment((phase,), captured=bool(phase.lane.descriptors)))
+        else:
+            alone = phase.forward and mode in (RunMode.PIECEWISE, RunMode.FULL)
+            segments.append(Segment((phase,), captured=alone or mode is RunMode.STEP))
+    return segments
+
+
+def undeclared(names: Iterable[str], declared: Iterable[str]) -> list[str]:
+    """Those of `names` that no declaration covers."""
+    patterns = list(declared)
+    return sorted(
+        name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
+
+
+def check_order(phases: Sequence[Phase], buffers: Sequence[Buffer], by_host: Iterable[str]) -> None:
+    """Every step buffer that a phase reads is written before: by the host, or a phase before it."""
+    written = set(by_host)
+    known = [buffer.name for buffer in buffers]
+    for phase in phases:
+        for pattern in (*phase.reads, *phase.writes):
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ValueError(f"phase {phase.name} names `{pattern}`, which is no buffer")
+        fresh = [b.name for b in buffers if b.lifetime in (Lifetime.STEP, Lifetime.DRAFT)]
+        read = [n for n in fresh if any(fnmatchcase(n, p) for p in phase.reads)]
+        missing = undeclared(read, (*written, *phase.writes))
+        if missing:
+            raise ValueError(
+                f"phase {phase.name} reads `{missing[0]}`, which no earlier phase writes"
+            )
+        written |= phase.writes

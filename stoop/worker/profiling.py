@@ -1,0 +1,88 @@
+"""The largest step, run once without requests: how much memory it takes, which GEMMs it has."""
+
+import logging
+
+import numpy as np
+import torch
+
+from stoop.batch.input_batch import InputBatch
+from stoop.config.schema import Config
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from stoop.ops.kernels.linear_choice import LinearShape, recording
+from stoop.sampling.sampler import SamplingNeeds
+from stoop.worker.executor import PhaseExecutor, Step
+from stoop.worker.target import Target
+
+log = logging.getLogger(__name__)
+
+
+def measure_work_bytes(target: Target, executor: PhaseExecutor, config: Config) -> int:
+    """Memory to keep free of KV: a step's, and as much again for the pool of the graphs."""
+    peak = _measure_peak_bytes(target, executor, config)
+    return peak if config.graph.mode == "none" else 2 * peak
+
+
+@torch.inference_mode()
+def _measure_peak_bytes(target: Target, executor: PhaseExecutor, config: Config) -> int:
+    """Memory that the largest step takes beside weights and KV; only a GPU is measured."""
+    device = target.device
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_dummy_step(target, executor, config)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+@torch.inference_mode()
+def find_products(target: Target, executor: PhaseExecutor, config: Config) -> list[LinearShape]:
+    """The GEMMs of a step, to be measured by `stoop tune`."""
+    with recording() as found:
+        run_dummy_step(target, executor, config)
+    return list(found)
+
+
+@torch.inference_mode()
+def run_dummy_step(target: Target, executor: PhaseExecutor, config: Config) -> None:
+    """A step of the largest size whose rows are all padding: only the null block is read."""
+    schedule = config.schedule
+    max_reqs, max_tokens = schedule.max_num_seqs, schedule.max_num_batched_tokens
+    lengths = np.full(max_reqs, max_tokens // max_reqs, dtype=np.int64)
+    lengths[: max_tokens % max_reqs] += 1
+    lengths = lengths.clip(max=schedule.max_model_len)
+    rows, step = target.buffers.rows, target.buffers.step
+    step.slot_mapping.fill_(-1)
+    step.row_slots.fill_(target.state.tensors.sink)
+    step.seq_lens.copy_(torch.from_numpy(lengths))
+    rows.query_start_loc[1:].copy_(torch.from_numpy(lengths.cumsum()))
+    target.buffers.forget_rows()
+    batch = InputBatch(
+        plan_rows=[],
+        num_reqs=max_reqs,
+        num_tokens=int(lengths.sum()),
+        num_reqs_padded=max_reqs,
+        num_tokens_padded=int(lengths.sum()),
+        query_lens_cpu=lengths,
+        query_len=None,
+        seq_lens_cpu_upper_bound=lengths,
+        rows=rows,
+        step=step,
+    )
+    needs = SamplingNeeds(noise=True, top_p=True, penalties=True)
+    descriptor = BatchExecutionDescriptor(RunMode.NONE, batch.num_tokens, max_reqs)
+    metadata = target.model_state.prepare_attn(batch)
+    # Inputs are made above, and no slot is to be updated.
+    executor.run_phases(Step(batch, descriptor, metadata, needs), skip="IU")
+
+
+def follow_measured_products(device: torch.device) -> None:
+    """Let what `stoop tune` measured on this GPU choose the kernels of GEMMs with few tokens."""
+    from stoop.ops.kernels.linear_tuning import follow_measured
+
+    count = follow_measured(device)
+    how = f"{count} measured here" if count else "by rules, until `stoop tune` measures them"
+    log.info("matrix products of few tokens: %s", how)
