@@ -37,9 +37,9 @@ class AttentionSetup:
     max_model_len: int
     slots: SlotTensors
     dtype: torch.dtype = torch.float32  # of queries and outputs
-    kv_dtype: torch.dtype = torch.float32  # of the cache
     shapes: tuple[AttentionShape, ...] = ()  # distinct ones of all layers, the drafter's too
     query_len: int = 1  # query tokens of a decoding request
+    kv_dtype: torch.dtype | None = None  # of the cache; None: as queries
 
 
 class AttentionBackend(Protocol):

@@ -246,6 +246,8 @@ def _refuse_unsupported(setup: AttentionSetup) -> None:
         problem = f"does not run on {setup.device.type}: use a CUDA device"
     elif dtype not in traits.dtypes:
         problem = f"has no kernels for {dtype}: use dtype=bfloat16 or float16"
+    elif setup.kv_dtype not in (None, setup.dtype):
+        problem = "reads a KV cache of the compute dtype only: leave kv_cache_dtype at auto"
     elif head_sizes:
         known = ", ".join(map(str, traits.head_sizes))
         problem = f"has kernels for heads of {known}, none for {head_sizes[0]}: use another model"

@@ -119,7 +119,7 @@ def attend_pages(  # noqa: PLR0913
             continue
         blocks = page_indices[pages[row] : pages[row + 1]]
         gathered = cache.index_select(1, blocks).flatten(1, 2)[:, :length]  # [2, length, ...]
-        keys, values = gathered.transpose(1, 2)  # [kv_heads, length, head_dim]
+        keys, values = gathered.to(q.dtype).transpose(1, 2)  # [kv_heads, length, head_dim]
         seen = _seen(contexts[row], end - start, length, window, q.device)
         attended = F.scaled_dot_product_attention(
             q[start:end].transpose(0, 1)[None],

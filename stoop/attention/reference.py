@@ -186,8 +186,8 @@ def _attend(tile: Tile, q: Tensor, keys: Tensor, values: Tensor, scale: float) -
     pages = (tile.num_rows, -1, num_kv_heads, head_dim)
     attended = F.scaled_dot_product_attention(
         queries.transpose(1, 2),
-        keys.index_select(0, tile.kv_slots).view(pages).transpose(1, 2),
-        values.index_select(0, tile.kv_slots).view(pages).transpose(1, 2),
+        keys.index_select(0, tile.kv_slots).to(q.dtype).view(pages).transpose(1, 2),
+        values.index_select(0, tile.kv_slots).to(q.dtype).view(pages).transpose(1, 2),
         attn_mask=tile.bias,
         is_causal=tile.causal,
         scale=scale,

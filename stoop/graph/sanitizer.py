@@ -36,6 +36,12 @@ class StaleRead(SanitizerError):
         super().__init__(f"{reader}: `{buffer}` {when}, read in step {step}")
 
 
+class UndeclaredRead(SanitizerError):
+    def __init__(self, reader: str, buffer: str) -> None:
+        self.buffer = buffer
+        super().__init__(f"{reader}: relies on `{buffer}`, which none of its phases says it reads")
+
+
 class ReplayMismatch(SanitizerError):
     def __init__(self, reader: str, buffer: str, step: int) -> None:
         self.buffer = buffer

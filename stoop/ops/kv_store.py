@@ -18,4 +18,4 @@ def store_kv(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     # A dead token puts back what the null block holds: shapes stay static and nobody waits.
     slots = slot_mapping.clamp(min=0)
     for part, fresh in zip(cache.flatten(1, 2), (k, v), strict=True):
-        part.index_copy_(0, slots, torch.where(live, fresh, part[:1]))
+        part.index_copy_(0, slots, torch.where(live, fresh.to(part.dtype), part[:1]))

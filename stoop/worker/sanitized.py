@@ -17,6 +17,7 @@ from stoop.graph.sanitizer import (
     ReplayMismatch,
     Sanitizer,
     SanitizerError,
+    UndeclaredRead,
 )
 from stoop.worker.executor import PhaseExecutor, Step
 from stoop.worker.target import Target
@@ -57,9 +58,7 @@ class StepSanitizer:
         declared = [reads for name, reads in self._reads.items() if name in segment]
         unknown = undeclared(relied, set().union(*declared))
         if unknown:
-            raise SanitizerError(
-                f"{segment} of {descriptor} reads `{unknown[0]}`, which none of its phases declares"
-            )
+            raise UndeclaredRead(f"{segment}, {descriptor}", unknown[0])
 
     def check_reads(self, key: Any, reader: str) -> None:
         self.sanitizer.check_reads(key, reader)

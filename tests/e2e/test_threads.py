@@ -191,7 +191,9 @@ def test_a_step_that_calls_its_own_engine_is_told(
 ) -> None:
     llm = make_llm(text_model)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner.target, "forward", lambda *args: llm.generate("again", GREEDY))
+        patch.setattr(
+            llm.engine.runner.target, "forward", lambda *args: llm.generate("again", GREEDY)
+        )
         with pytest.raises(RuntimeError, match="called the engine"):
             llm.generate("hello", GREEDY)
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 10

@@ -19,14 +19,16 @@ from stoop.attention import reference
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.core.step import PlannedRow
-from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.graph.dispatch import BatchShape, Dispatcher
 from stoop.graph.manager import CudaGraphManager
+from stoop.graph.phases import Segment
 from stoop.graph.sanitizer import SanitizerError
 from stoop.ops import inputs as input_ops
 from stoop.ops import rope
-from stoop.worker.graphs import StepGraphs
-from stoop.worker.runner import ModelRunner
+from stoop.spec.base import Pass
+from stoop.worker.executor import PhaseExecutor
+from stoop.worker.target import Target, TargetLane
 
 Patch = pytest.MonkeyPatch
 
@@ -47,16 +49,13 @@ class Mutant:
 
 def share_warm_up_state(patch: Patch) -> None:
     """Mechanism 4: what warm-up planned is not planned again inside the graph."""
+    capture = CudaGraphManager.capture
 
-    def capture(self: CudaGraphManager, prepare: Any, run: Any, report: Any = None) -> Any:
-        states = {}
-        for descriptor in sorted(self.descriptors, key=lambda d: -d.num_tokens):
-            states[descriptor] = prepare(descriptor)
-            self._run_watched(run, descriptor, states[descriptor])
-            self._programs[descriptor] = self._capture_one(run, descriptor, states[descriptor])
-        return states
+    def shared(self: CudaGraphManager, descriptor: Any, prepare: Any, run: Any) -> Any:
+        state = prepare()
+        return capture(self, descriptor, lambda: state, run)
 
-    patch.setattr(CudaGraphManager, "capture", capture)
+    patch.setattr(CudaGraphManager, "capture", shared)
 
 
 def skip_the_rebuild(patch: Patch) -> None:
@@ -143,28 +142,36 @@ def _python_plan(*args: Any) -> None:
     owner.plans[window] = planner.tiles(dtype)
 
 
+def after_capture(patch: Patch, change: Callable[[Target], None]) -> None:
+    """Changes the target once all graphs are captured."""
+    capture = PhaseExecutor.capture
+
+    def changed(self: PhaseExecutor, report: Any = None) -> None:
+        capture(self, report)
+        assert isinstance(self.target, TargetLane)
+        change(self.target.target)
+
+    patch.setattr(PhaseExecutor, "capture", changed)
+
+
 def reallocate_a_buffer(patch: Patch) -> None:
     """After capture the step writes a new tensor; the graph goes on reading the old one."""
-    capture = StepGraphs.capture
 
-    def moved(self: StepGraphs, report: Any = None) -> None:
-        capture(self, report)
-        buffers = self.runner.buffers
-        buffers.step = replace(buffers.step, slot_mapping=buffers.step.slot_mapping.clone())
+    def move(target: Target) -> None:
+        step = target.buffers.step
+        target.buffers.step = replace(step, slot_mapping=step.slot_mapping.clone())
 
-    patch.setattr(StepGraphs, "capture", moved)
+    after_capture(patch, move)
 
 
 def move_a_weight(patch: Patch) -> None:
-    """A weight is loaded anew after capture: graphs go on with the old one."""
-    capture = StepGraphs.capture
+    """A weight is loaded again after capture: graphs go on with the old one."""
 
-    def moved(self: StepGraphs, report: Any = None) -> None:
-        capture(self, report)
-        weight = self.runner.model.norm.weight
+    def move(target: Target) -> None:
+        weight = target.model.norm.weight
         weight.data = weight.data.clone()
 
-    patch.setattr(StepGraphs, "capture", moved)
+    after_capture(patch, move)
 
 
 def store_dead_tokens(patch: Patch) -> None:
@@ -219,29 +226,26 @@ def choose_a_smaller_graph(patch: Patch) -> None:
 
 def bake_the_length_of_history(patch: Patch) -> None:
     """The captured sampler sees as much history as the batch of the capture had: none."""
-    verify = ModelRunner.verify
+    verify = Target.verify
 
-    def baked(
-        self: ModelRunner, batch: InputBatch, needs: Any, max_seq_len: int, width: int
-    ) -> None:
-        verify(self, batch, needs, 1 if not batch.plan_rows else max_seq_len, width)
+    def baked(self: Target, run: Pass) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            if not run.batch.plan_rows:
+                inner.setattr(self, "max_model_len", 1)
+            verify(self, run)
 
-    patch.setattr(ModelRunner, "verify", baked)
+    patch.setattr(Target, "verify", baked)
 
 
 def forget_the_update(patch: Patch) -> None:
     """The graph of a step lacks a phase that eager steps have."""
-    run = StepGraphs.run
+    run = PhaseExecutor._run_captured
 
-    def without(self: StepGraphs, descriptor: BatchExecutionDescriptor, state: Any) -> None:
-        if descriptor.mode is not RunMode.STEP:
-            run(self, descriptor, state)
-            return
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.runner, "update", lambda: None)
-            run(self, descriptor, state)
+    def without(self: PhaseExecutor, manager: Any, segment: Segment, *rest: Any) -> None:
+        kept = tuple(phase for phase in segment.phases if phase.name != "U")
+        run(self, manager, replace(segment, phases=kept), *rest)
 
-    patch.setattr(StepGraphs, "run", without)
+    patch.setattr(PhaseExecutor, "_run_captured", without)
 
 
 MUTANTS = [

@@ -19,13 +19,17 @@ from stoop.attention.hostplan import HostPlanBackend
 from stoop.attention.reference import ReferenceBackend
 from stoop.batch.input_batch import InputBatch
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
-from stoop.graph.manager import CapturedAttentionState, CudaGraphManager
+from stoop.graph.manager import CudaGraphManager
+from stoop.graph.phases import Segment
 from stoop.graph.refusals import CaptureError
 from stoop.graph.sanitizer import SanitizerError
+from stoop.model_state.default import DefaultModelState
 from stoop.ops import drafting
-from stoop.spec import graphs as spec_graphs
+from stoop.spec.base import Pass
+from stoop.spec.decode_lane import DraftDecodeLane
 from stoop.spec.eagle import EagleSpeculator
-from stoop.spec.graphs import DecodeEagleCudaGraphManager
+from stoop.worker import executor
+from stoop.worker.executor import PhaseExecutor
 
 Patch = pytest.MonkeyPatch
 
@@ -48,22 +52,22 @@ class Mutant:
 
 def prefill_with_a_private_builder(patch: Patch) -> None:
     """Draft prefill is captured against buffers that the target's builder does not refresh."""
-    capture = EagleSpeculator.capture
+    capture = PhaseExecutor._capture
 
-    def private(self: EagleSpeculator, attn_states: Any, prepare: Any, report: Any = None) -> None:
-        other = HostPlanBackend(self.setup.backend.setup)  # type: ignore[attr-defined]
+    def private(self: PhaseExecutor, segment: Segment, descriptor: Any) -> None:
+        target = self.target.target  # type: ignore[attr-defined]
+        setup = target.model_state.setup
+        other = DefaultModelState(replace(setup, backend=HostPlanBackend(setup.backend.setup)))
+        with pytest.MonkeyPatch.context() as inner:
+            if segment.name == "P":
+                inner.setattr(target, "model_state", other)
+            capture(self, segment, descriptor)
 
-        def prepare_privately(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
-            state = prepare(descriptor)
-            return replace(state, metadata=other.build(state.batch, for_capture=True))
-
-        capture(self, attn_states, prepare_privately, report)
-
-    patch.setattr(EagleSpeculator, "capture", private)
+    patch.setattr(PhaseExecutor, "_capture", private)
 
 
 def the_same_unguarded(patch: Patch) -> None:
-    patch.setattr(spec_graphs, "_check_identity", lambda *args: None)
+    patch.setattr(executor, "_check_identity", lambda *args: None)
     prefill_with_a_private_builder(patch)
 
 
@@ -72,16 +76,14 @@ def the_same_unguarded(patch: Patch) -> None:
 
 def plan_only_the_first_decode(patch: Patch) -> None:
     """The plan of the first draft decode serves the others."""
-    build = EagleSpeculator._build_draft_attn_metadata
+    build = DraftDecodeLane._build_draft_attn_metadata
 
-    def stale(self: EagleSpeculator, target: InputBatch, number: int, descriptor: Any) -> Any:
+    def stale(self: DraftDecodeLane, target: InputBatch, descriptor: Any, number: int) -> Any:
         if number == 1 or descriptor.mode is RunMode.NONE or not target.num_reqs:
-            return build(self, target, number, descriptor)
-        if self.watch is not None:
-            self.watch.begin_draft_decode()
-        return None, None
+            return build(self, target, descriptor, number)
+        return None
 
-    patch.setattr(EagleSpeculator, "_build_draft_attn_metadata", stale)
+    patch.setattr(DraftDecodeLane, "_build_draft_attn_metadata", stale)
 
 
 def do_not_advance(patch: Patch) -> None:
@@ -91,9 +93,9 @@ def do_not_advance(patch: Patch) -> None:
 
 def prepare_inputs_once(patch: Patch) -> None:
     """Positions, slots and lengths stay those of the first draft decode."""
-    run_all, prepare = EagleSpeculator._run_all_decodes, EagleSpeculator._prepare_decode_inputs
+    run, prepare = PhaseExecutor._run_captured, EagleSpeculator._prepare_decode_inputs
 
-    def once(self: EagleSpeculator, state: Any, noise: bool) -> None:
+    def once(self: PhaseExecutor, *args: Any) -> None:
         done = []
 
         def first(speculator: EagleSpeculator) -> None:
@@ -103,9 +105,9 @@ def prepare_inputs_once(patch: Patch) -> None:
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(EagleSpeculator, "_prepare_decode_inputs", first)
-            run_all(self, state, noise)
+            run(self, *args)
 
-    patch.setattr(EagleSpeculator, "_run_all_decodes", once)
+    patch.setattr(PhaseExecutor, "_run_captured", once)
 
 
 # ---- mechanism 3: padding ----
@@ -115,10 +117,10 @@ def leave_features_unpadded(patch: Patch) -> None:
     """Rows past the prefill's keep the features of an earlier step."""
     prefill = EagleSpeculator.prefill
 
-    def unpadded(self: EagleSpeculator, batch: InputBatch, context: Any, noise: bool) -> None:
-        tail = self.features[batch.num_reqs_padded :].clone()
-        prefill(self, batch, context, noise)
-        self.features[batch.num_reqs_padded :].copy_(tail)
+    def unpadded(self: EagleSpeculator, run: Pass) -> None:
+        tail = self.features[run.batch.num_reqs_padded :].clone()
+        prefill(self, run)
+        self.features[run.batch.num_reqs_padded :].copy_(tail)
 
     patch.setattr(EagleSpeculator, "prefill", unpadded)
 
@@ -187,32 +189,25 @@ def store_kv_of_inactive_rows(patch: Patch) -> None:
 def share_warm_up_state(patch: Patch) -> None:
     capture = CudaGraphManager.capture
 
-    def shared(self: CudaGraphManager, prepare: Any, run: Any, report: Any = None) -> Any:
-        if not isinstance(self, DecodeEagleCudaGraphManager):
-            return capture(self, prepare, run, report)
-        states = {}
-        for descriptor in sorted(self.descriptors, key=lambda d: -d.num_tokens):
-            states[descriptor] = prepare(descriptor)
-            run(descriptor, states[descriptor])
-            self._programs[descriptor] = self._capture_one(run, descriptor, states[descriptor])
-        return states
+    def shared(self: CudaGraphManager, descriptor: Any, prepare: Any, run: Any) -> Any:
+        if self.name != "D":
+            return capture(self, descriptor, prepare, run)
+        state = prepare()
+        return capture(self, descriptor, lambda: state, run)
 
     patch.setattr(CudaGraphManager, "capture", shared)
 
 
 def share_step_state(patch: Patch) -> None:
     """The same for the draft decodes in a graph of the whole step."""
-    prepare = EagleSpeculator.prepare_step_graph
+    prepare = DraftDecodeLane.capture_state
     kept: dict[Any, Any] = {}
 
-    def same(self: EagleSpeculator, descriptor: BatchExecutionDescriptor) -> Any:
-        if (id(self), descriptor) not in kept:
-            kept[id(self), descriptor] = prepare(self, descriptor)
-        else:
-            prepare(self, descriptor)
-        return kept[id(self), descriptor]
+    def same(self: DraftDecodeLane, descriptor: BatchExecutionDescriptor) -> Any:
+        state = prepare(self, descriptor)
+        return kept.setdefault((id(self), descriptor), state)
 
-    patch.setattr(EagleSpeculator, "prepare_step_graph", same)
+    patch.setattr(DraftDecodeLane, "capture_state", same)
 
 
 # ---- mechanism 5: bounds ----
@@ -234,32 +229,38 @@ def walk_to_max_model_len(patch: Patch) -> None:
 def forget_the_drafts_in_the_bound(patch: Patch) -> None:
     """The batch's own bound, without the drafts that come behind it."""
     patch.setattr(
-        EagleSpeculator, "draft_max_seq_len", lambda self, target: max(target.max_seq_len - 3, 1)
+        DraftDecodeLane, "draft_max_seq_len", lambda self, target: max(target.max_seq_len - 3, 1)
     )
 
 
 # ---- others ----
 
 
+def after_capture(patch: Patch, change: Callable[[EagleSpeculator], None]) -> None:
+    """Changes the drafter once all graphs are captured."""
+    capture = PhaseExecutor.capture
+
+    def changed(self: PhaseExecutor, report: Any = None) -> None:
+        capture(self, report)
+        (prefill,) = (phase for phase in self.phases if phase.name == "P")
+        change(prefill.run.__self__)  # type: ignore[attr-defined]
+
+    patch.setattr(PhaseExecutor, "capture", changed)
+
+
 def move_the_features(patch: Patch) -> None:
-    capture = EagleSpeculator.capture
+    def move(speculator: EagleSpeculator) -> None:
+        speculator.features = speculator.features.clone()
 
-    def moved(self: EagleSpeculator, *args: Any) -> None:
-        capture(self, *args)
-        self.features = self.features.clone()
-
-    patch.setattr(EagleSpeculator, "capture", moved)
+    after_capture(patch, move)
 
 
 def move_a_weight(patch: Patch) -> None:
-    capture = EagleSpeculator.capture
-
-    def moved(self: EagleSpeculator, *args: Any) -> None:
-        capture(self, *args)
-        weight = self.head.norm.weight  # type: ignore[union-attr]
+    def move(speculator: EagleSpeculator) -> None:
+        weight = speculator.head.norm.weight  # type: ignore[union-attr]
         weight.data = weight.data.clone()
 
-    patch.setattr(EagleSpeculator, "capture", moved)
+    after_capture(patch, move)
 
 
 def do_not_shift_the_ids(patch: Patch) -> None:

@@ -22,8 +22,8 @@ from stoop.attention.base import AttentionSetup, AttentionShape
 from stoop.attention.flashinfer import FlashInferBackend, RowLengths
 from stoop.batch.input_batch import InputBatch
 from stoop.batch.request_state import RequestState
-from stoop.config.errors import ConfigError
 from stoop.config.backends import serving_backends
+from stoop.config.errors import ConfigError
 from stoop.graph.descriptor import RunMode
 from stoop.graph.sanitizer import SanitizerError, StaleRead
 

@@ -61,7 +61,7 @@ def attend(
         offset = place[:, None] + column
         # One tile ahead: the loads below are pipelined only if their pages are known already.
         page = tl.load(table_ptr + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < seq_len, other=0)
-        k = load_tile(key_ptr, offset, live, column, MASKED, HEAD_DIM)
+        k = load_tile(key_ptr, offset, live, column, MASKED, HEAD_DIM).to(q.dtype)
         zero = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
         scores = dot(q, tl.trans(k), zero, WIDE) * scale
         if MASKED:
@@ -72,7 +72,7 @@ def attend(
         fresh = tl.maximum(peak, tl.max(scores, 1))
         weight = tl.exp2(scores - fresh[:, None])
         fade = tl.exp2(peak - fresh)
-        v = load_tile(value_ptr, offset, live, column, MASKED, HEAD_DIM)
+        v = load_tile(value_ptr, offset, live, column, MASKED, HEAD_DIM).to(q.dtype)
         total = total * fade + tl.sum(weight, 1)
         acc = dot(weight.to(v.dtype), v, acc * fade[:, None], WIDE)
         peak = fresh
