@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fakes import CheckpointStore
+
+pytest.register_assert_rewrite("support")  # asserts there explain themselves as those of tests do
+
+from support.checkpoints import CheckpointStore  # noqa: E402
 
 # A shell starts jobs in the background with Ctrl-C ignored, and tests of interrupts would wait
 # forever. Processes that tests start begin with the default then.

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.compiling import MAX_SHARED, compile_launches
 from stoop.ops import random as random_reference
 from stoop.ops import sampling as reference
 from stoop.ops import verification as verification_reference
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import NEVER, History
+from support.kernel_compiling import MAX_SHARED, compile_launches
 
 # The interpreter's: log(0), and an old way to call numpy.
 pytestmark = [

@@ -1,9 +1,9 @@
 """Drafters and their targets."""
 
 import pytest
-from fakes import CheckpointStore
 
-from spec.drafters import DrafterStore
+from support.checkpoints import CheckpointStore
+from support.drafters import DrafterStore
 
 
 @pytest.fixture(scope="session")

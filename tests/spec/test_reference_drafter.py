@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import WINDOW, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spec.reference_drafter import ReferenceDrafter, TargetReference, first_best
 from stoop.config.schema import HeadSpec, ModelSpec, RopeSpec
+from support.checkpoints import WINDOW, make_model
+from support.reference_drafter import ReferenceDrafter, TargetReference, first_best
 
 TARGETS = (
     "llama2",

@@ -9,12 +9,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from fakes import VOCAB_SIZE
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stoop import LLM, SamplingParams
 from stoop.core.outputs import RequestOutput
+from support.checkpoints import VOCAB_SIZE, CheckpointStore
 
 # A difference is rounding if the reference's own best two logits lie closer than this.
 # transformers normalises in float32 whatever the model's dtype: float64 logits agree to about 1e-6.
@@ -104,6 +104,27 @@ class HuggingFace:
             max_new_tokens=max_new_tokens,
         )
         return out[0, len(prompt) :].tolist()
+
+
+class ReferenceStore:
+    """Hugging Face models, each loaded once, with their remembered answers."""
+
+    def __init__(self, checkpoints: CheckpointStore) -> None:
+        self.checkpoints = checkpoints
+        self._models: dict[tuple[str, int, str], HuggingFace] = {}
+
+    def get(self, name: str, seed: int = 0, dtype: str = "float32") -> HuggingFace:
+        key = (name, seed, dtype)
+        if key not in self._models:
+            self._models[key] = HuggingFace(self.checkpoints.get(*key), dtype)
+        return self._models[key]
+
+    def exact(self, name: str, seed: int = 0, dtype: str = "float64") -> HuggingFace:
+        """The checkpoint of this dtype, computed in float64 throughout."""
+        key = (name, seed, f"{dtype} exact")
+        if key not in self._models:
+            self._models[key] = HuggingFace.exact(self.checkpoints.get(name, seed, dtype))
+        return self._models[key]
 
 
 def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:
