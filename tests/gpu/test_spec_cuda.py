@@ -1,7 +1,6 @@
 """Speculation on a CUDA device: answers of plain decoding, drafts of eager steps, no waits."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,6 @@ pytestmark = [
 ]
 
 KERNELS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
-
-
-@pytest.fixture(scope="module")
-def drafters(tmp_path_factory: Any, checkpoints: Any) -> DrafterStore:
-    return DrafterStore(Path(tmp_path_factory.mktemp("drafters")), checkpoints)
 
 
 @pytest.mark.parametrize("name", ["eagle-noisy", "eagle3-noisy", "eagle3-variant", "ngram-right"])

@@ -28,12 +28,6 @@ SLOT = torch.tensor([3, 0, 6, 5, 1])  # of seven
 NAN = float("nan")
 
 
-@pytest.fixture(autouse=True)
-def _references_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else, under the interpreter, they would be the kernels that they are compared with."""
-    monkeypatch.setattr("stoop.ops.kernels.choice.interpreted", lambda: False)
-
-
 def some_logits(vocab_size: int, kind: str = "plain", seed: int = 0, rows: int = 5) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab_size, generator=generator) * 3

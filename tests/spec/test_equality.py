@@ -52,17 +52,6 @@ def plain(drafters: DrafterStore) -> "functools._lru_cache_wrapper[Trace]":
     return answers
 
 
-@pytest.fixture(scope="module")
-def eager(drafters: DrafterStore) -> "functools._lru_cache_wrapper[Trace]":
-    """Eager steps with speculation."""
-
-    @functools.lru_cache
-    def trace(name: str, num_tokens: int) -> Trace:
-        return run(make_spec_llm(drafters.get(name), num_tokens), num_tokens)
-
-    return trace
-
-
 @pytest.mark.parametrize(("name", "num_tokens", "mode", "backend"), CHOSEN)
 def test_speculation_equals_plain_decoding(
     drafters: DrafterStore, plain, eager, name: str, num_tokens: int, mode: str, backend: str

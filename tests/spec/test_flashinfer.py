@@ -3,7 +3,6 @@
 A stand-in in plain torch attends by the plan alone, so wrong or stale plans give wrong answers.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -114,17 +113,6 @@ def test_every_mode_answers_as_the_reference(
     for ours, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-10)
     assert llm.metrics()["num_preemptions"] > 0
-
-
-@pytest.fixture(scope="module")
-def eager(drafters: DrafterStore) -> Callable[[str, int], Trace]:
-    """Eager steps of the reference; `num_tokens` 0 for plain decoding."""
-
-    @functools.lru_cache
-    def trace(name: str, num_tokens: int) -> Trace:
-        return run(make_spec_llm(drafters.get(name), num_tokens), num_tokens)
-
-    return trace
 
 
 CASES = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stoop import LLM, SamplingParams
 from stoop.core.outputs import RequestOutput
@@ -58,12 +58,9 @@ class HuggingFace:
 
     @staticmethod
     def exact(folder: Path) -> "HuggingFace":
-        """float64 throughout: transformers' norms and eager softmax go through float32."""
+        """float64 throughout."""
         reference = HuggingFace(folder, "float64")
-        reference.model.set_attn_implementation("sdpa")
-        for module in reference.model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = MethodType(_exact_rms_norm, module)
+        make_exact(reference.model)
         return reference
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> Reference:
@@ -125,6 +122,14 @@ class ReferenceStore:
         if key not in self._models:
             self._models[key] = HuggingFace.exact(self.checkpoints.get(name, seed, dtype))
         return self._models[key]
+
+
+def make_exact(model: PreTrainedModel) -> None:
+    """float64 throughout: transformers' norms and eager softmax go through float32."""
+    model.set_attn_implementation("sdpa")
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_exact_rms_norm, module)
 
 
 def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:
