@@ -8,7 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fakes import CheckpointStore
+
+pytest.register_assert_rewrite("support")  # asserts there explain themselves as those of tests do
+
+from support.checkpoints import CheckpointStore  # noqa: E402
+from support.drafters import DrafterStore  # noqa: E402
 
 # A shell starts jobs in the background with Ctrl-C ignored, and tests of interrupts would wait
 # forever. Processes that tests start begin with the default then.
@@ -50,3 +54,11 @@ def _gradients() -> Iterator[None]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
     """Tiny checkpoints by (name, seed, dtype)."""
     return CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def drafters(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: CheckpointStore
+) -> DrafterStore:
+    """Drafters with their targets, by name."""
+    return DrafterStore(tmp_path_factory.mktemp("drafters"), checkpoints)

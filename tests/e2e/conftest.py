@@ -1,36 +1,41 @@
-"""A tiny model with a real tokenizer: one token a byte, and a chat template."""
+"""A tiny model with a real tokenizer (one token a byte, and a chat template), and the commands."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from byte_tokenizer import write_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from stoop import LLM
+from stoop.cli.main import main
+from support.byte_tokenizer import write_tokenizer
+from support.checkpoints import write_llama
+from support.engines import make_llm
 
 
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=256,
-        eos_token_id=257,
-    )
     folder = tmp_path_factory.mktemp("text-model")
-    LlamaForCausalLM(config).double().save_pretrained(folder)
+    write_llama(folder, seed=11, vocab_size=260, bos_token_id=256, eos_token_id=257)
     write_tokenizer(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def llm(text_model: Path) -> LLM:
-    return LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=4)
+    return make_llm(text_model, max_num_seqs=4)
+
+
+@pytest.fixture
+def stoop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process; its exit code and what it wrote."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["stoop", *args])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code, *capsys.readouterr()
+
+    return run

@@ -2,16 +2,14 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stoop.bench.acceptance import encode_questions, read_questions
-from stoop.cli.main import main
 from stoop.text.tokenizer import Tokenizer
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
@@ -23,16 +21,9 @@ FIELDS = {
 
 
 @pytest.fixture
-def stoop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable:
+def stoop(stoop: Callable) -> Callable:
     """Runs the command; its exit code and what it wrote."""
-
-    def run(*args: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["stoop", "bench", "acceptance", *args])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return left.value.code, *capsys.readouterr()
-
-    return run
+    return partial(stoop, "bench", "acceptance")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`stoop bench step`, `profile` and `latency --shape`: figures by hand, fields, refusals."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from stoop.bench.step import (
     start_shaped,
     step_bytes,
 )
-from stoop.cli.main import main
 from stoop.llm import LLM
 from stoop.worker.memory import weight_bytes
 
@@ -57,17 +55,14 @@ def _tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stoop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable:
+def stoop(stoop: Callable) -> Callable:
     """Runs a command; its record, or the sentence that refused it."""
 
     def run(*args: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["stoop", *args])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        if left.value.code == 0:
+        code, out, err = stoop(*args)
+        if code == 0:
             return json.loads(out.splitlines()[-1])
-        assert left.value.code == 2
+        assert code == 2
         (line,) = [text for text in err.splitlines() if text.startswith("error: ")]
         return line
 

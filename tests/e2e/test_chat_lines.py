@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from terminal import Terminal
 
 from stoop.cli import lines
 from stoop.cli.lines import History, LineReader
 from stoop.config.errors import RequestError
+from support.terminal import Terminal
 
 # What `stoop chat` does with lines, without a model.
 ECHO = """

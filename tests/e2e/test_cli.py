@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal import Terminal
 
 from stoop import LLM, __version__
 from stoop.cli.main import main
+from support.terminal import Terminal
 
 STOOP = [sys.executable, "-c", "from stoop.cli.main import main; main()"]
 QUICK = ["--dtype", "float64", "--device", "cpu"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import typer
-from terminal import Terminal
 from typer.testing import CliRunner
 
 from stoop.cli.main import app
+from support.terminal import Terminal
 
 STOOP = [sys.executable, "-c", "from stoop.cli.main import main; main()"]
 

@@ -14,7 +14,6 @@ import pytest
 
 from stoop import LLM
 from stoop.cli import prompts
-from stoop.cli.main import main
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
 PROMPT = ["generate", "-p", "x"]
@@ -105,19 +104,6 @@ def test_bad_command_lines_are_refused_at_once() -> None:
         assert (code, heavy) == (2, []), args
         assert errors.startswith("error: ") and errors.count("\n") == 1, (args, errors)
         assert pattern in errors, (args, errors)
-
-
-@pytest.fixture
-def stoop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["stoop", *args])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return left.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(

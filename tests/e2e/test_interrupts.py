@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import stoop
 from stoop import LLM, SamplingParams
 from stoop.engine.interrupts import HeldInterrupts
+from support.engines import make_llm
 
 EVERYTHING = bool(os.environ.get("STOOP_TEST_ALL"))
 NUM_SIGNALS = 3000 if EVERYTHING else 250
@@ -32,10 +34,14 @@ on_main_thread = pytest.mark.skipif(
 )
 
 
-def make_llm(text_model: Path, **options: Any) -> LLM:
-    settings = {"max_num_seqs": 3, "num_kv_blocks": 18, "max_num_batched_tokens": 32}
-    settings |= {"max_model_len": 64, "block_size": 4}
-    return LLM(str(text_model), dtype="float64", device="cpu", **{**settings, **options})
+make_small_llm = partial(
+    make_llm,
+    max_model_len=64,
+    max_num_seqs=3,
+    max_num_batched_tokens=32,
+    block_size=4,
+    num_kv_blocks=18,
+)
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -97,7 +103,7 @@ def storm() -> Iterator[Storm]:
 def test_a_storm_of_ctrl_c_leaves_the_engine_right(
     text_model: Path, options: dict[str, Any]
 ) -> None:
-    llm = make_llm(text_model, **options)
+    llm = make_small_llm(text_model, **options)
     expected = answers(llm)
     crowd = [[i % 250 + 1, 5] for i in range(40)]
     with storm() as presses:
@@ -232,7 +238,7 @@ def scenario(llm: LLM) -> None:
 def test_an_exception_at_any_line_leaves_the_engine_right(
     text_model: Path, options: dict[str, Any]
 ) -> None:
-    llm = make_llm(text_model, **options)
+    llm = make_small_llm(text_model, **options)
     expected = answers(llm)
     dry = Lines()
     with dry.watching():
@@ -254,7 +260,7 @@ def test_an_exception_at_any_line_leaves_the_engine_right(
 
 def test_others_go_on_when_one_call_is_interrupted(text_model: Path) -> None:
     """A queued stream survives whatever strikes the steps of another call."""
-    llm = make_llm(text_model, max_num_seqs=1)
+    llm = make_small_llm(text_model, max_num_seqs=1)
     (whole,) = llm.generate(WAITING, GREEDY)
     expected = whole.outputs[0].token_ids
     first = Lines()

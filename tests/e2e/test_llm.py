@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stoop import LLM, RequestError, SamplingParams
+from support.engines import make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -169,7 +170,7 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
 
 
 def test_metrics_count(text_model: Path) -> None:
-    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=2)
+    llm = make_llm(text_model, max_num_seqs=2)
     prompt = "a prompt that fills several blocks of the cache"
     llm.generate([prompt], GREEDY)
     llm.generate([prompt], GREEDY)
@@ -189,7 +190,7 @@ def test_cached_tokens_are_reported_for_each_request(llm: LLM) -> None:
 
 
 def test_cached_prefixes_can_be_forgotten(text_model: Path) -> None:
-    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=2)
+    llm = make_llm(text_model, max_num_seqs=2)
     prompt = "a prompt that fills several blocks of the cache"
     expected = answer(llm, prompt).token_ids
     stream = llm.stream("hello", GREEDY)
@@ -203,7 +204,7 @@ def test_cached_prefixes_can_be_forgotten(text_model: Path) -> None:
 
 
 def test_priorities_go_first(text_model: Path) -> None:
-    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=1)
+    llm = make_llm(text_model, max_num_seqs=1)
     outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[2, 1, 0])
     finished = [output.times.finished for output in outputs]
     assert finished[2] < finished[1] < finished[0]
@@ -230,7 +231,7 @@ def test_dummy_weights_need_only_a_config(text_model: Path, tmp_path: Path) -> N
 def test_a_step_that_fails_costs_its_own_requests_only(
     text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_seqs=2)
+    llm = make_llm(text_model, max_num_seqs=2)
     expected = answer(llm, "waits").token_ids
     engine = llm.engine
     engine.add_request("fails", "hello", GREEDY.replace(n=2, seed=1))
@@ -297,7 +298,7 @@ def test_an_idle_step_does_nothing(llm: LLM) -> None:
 
 
 def test_an_output_does_not_change_after_it_was_given(text_model: Path) -> None:
-    llm = LLM(str(text_model), dtype="float64", device="cpu", max_num_batched_tokens=16)
+    llm = make_llm(text_model, max_num_batched_tokens=16)
     outputs = list(llm.stream("x" * 60, GREEDY.replace(prompt_logprobs=0)))
     lengths = [len(output.prompt_logprobs or ()) for output in outputs]
     assert lengths[0] < lengths[-1] == 60

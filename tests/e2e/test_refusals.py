@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import edit_json
 from safetensors.torch import load_file, save_file
 
 from stoop import LLM, CheckpointError, ConfigError, RequestError, SamplingParams, StoopError
+from support.checkpoints import edit_json
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

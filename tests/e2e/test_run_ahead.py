@@ -11,6 +11,7 @@ from stoop import LLM, RequestError, SamplingParams
 from stoop.core.outputs import RequestOutput
 from stoop.core.step import StepPlan, StepResult
 from stoop.worker.output import LaunchedStep
+from support.engines import make_llm
 
 AHEAD = (1, 2, 4)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -26,19 +27,17 @@ NGRAM = {
 }
 LONG = "a prompt of several blocks, which others begin with as well; "
 EOS = 257
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 96,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 24,
+    "block_size": 8,
+    "num_kv_blocks": 256,
+}
 
 
-def make_llm(folder: Path, run_ahead: int, **options: Any) -> LLM:
-    settings: dict[str, Any] = {
-        "dtype": "float64",
-        "device": "cpu",
-        "max_model_len": 96,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 24,
-        "block_size": 8,
-        "num_kv_blocks": 256,
-    }
-    return LLM(str(folder), run_ahead=run_ahead, **(settings | options))
+def make_ahead_llm(folder: Path, run_ahead: int, **options: Any) -> LLM:
+    return make_llm(folder, run_ahead=run_ahead, **SETTINGS | options)
 
 
 @dataclass
@@ -99,7 +98,7 @@ def serve(llm: LLM, requests: list[tuple[str, SamplingParams]]) -> dict[str, Req
 @pytest.fixture(scope="module")
 def every_request(text_model: Path) -> list[tuple[str, SamplingParams]]:
     """Stops are taken from what the model says without them."""
-    llm = make_llm(text_model, 0)
+    llm = make_ahead_llm(text_model, 0)
     (plain,) = llm.generate("stop here", GREEDY)
     answer = plain.outputs[0]
     token = next(t for t in answer.token_ids[5:] if t not in answer.token_ids[:5])
@@ -159,9 +158,9 @@ CASES = [
 def test_every_kind_of_request(
     text_model: Path, every_request, ahead: int, options: dict[str, Any]
 ) -> None:
-    plain = make_llm(text_model, 0, speculative_config=options.get("speculative_config"))
+    plain = make_ahead_llm(text_model, 0, speculative_config=options.get("speculative_config"))
     expected = serve(plain, every_request)
-    llm = make_llm(text_model, ahead, **options)
+    llm = make_ahead_llm(text_model, ahead, **options)
     watch = Watch(llm)
     found = serve(llm, every_request)
     assert found.keys() == expected.keys()
@@ -185,10 +184,10 @@ def test_aborts_in_mid_flight(text_model: Path, ahead: int) -> None:
     """The aborted keep what was read; whoever comes after them finds nothing amiss."""
     texts = [f"{LONG[: 10 + 6 * i]}{i}" for i in range(9)]
     expected = {
-        text: make_llm(text_model, 0).generate(text, GREEDY)[0].outputs[0].token_ids
+        text: make_ahead_llm(text_model, 0).generate(text, GREEDY)[0].outputs[0].token_ids
         for text in texts
     }
-    llm = make_llm(text_model, ahead, num_kv_blocks=32)
+    llm = make_ahead_llm(text_model, ahead, num_kv_blocks=32)
     watch, engine = Watch(llm), llm.engine
     for text in texts:
         engine.add_request(text, text, GREEDY)
@@ -215,14 +214,14 @@ def test_aborts_in_mid_flight(text_model: Path, ahead: int) -> None:
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_slots_are_reused_while_steps_are_under_way(text_model: Path, ahead: int) -> None:
     """Requests end by stop tokens: the host learns of it when the next steps are launched."""
-    plain = make_llm(text_model, 0, max_num_seqs=2)
+    plain = make_ahead_llm(text_model, 0, max_num_seqs=2)
     texts = [f"text {i}" for i in range(8)]
     free = {text: plain.generate(text, PENALISED)[0].outputs[0].token_ids for text in texts}
     params = [
         PENALISED.replace(stop_token_ids=[free[text][2 + i % 3]]) for i, text in enumerate(texts)
     ]
     expected = [summary(output) for output in plain.generate(texts, params)]
-    llm = make_llm(text_model, ahead, max_num_seqs=2)
+    llm = make_ahead_llm(text_model, ahead, max_num_seqs=2)
     watch = Watch(llm)
     assert [summary(output) for output in llm.generate(texts, params)] == expected
     assert watch.num_reused_slots >= 4
@@ -232,7 +231,7 @@ def test_slots_are_reused_while_steps_are_under_way(text_model: Path, ahead: int
 
 
 def test_a_request_that_is_sure_to_end_launches_nothing_in_vain(text_model: Path) -> None:
-    llm = make_llm(text_model, 4)
+    llm = make_ahead_llm(text_model, 4)
     watch = Watch(llm)
     llm.generate("hello", GREEDY.replace(max_tokens=7))
     assert len(watch.plans) == llm.metrics()["num_steps"] == 7
@@ -244,9 +243,9 @@ def test_a_request_that_is_sure_to_end_launches_nothing_in_vain(text_model: Path
 
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_streams_and_calls_take_turns(text_model: Path, ahead: int) -> None:
-    plain = make_llm(text_model, 0)
+    plain = make_ahead_llm(text_model, 0)
     expected = {t: plain.generate(t, GREEDY)[0].outputs[0].token_ids for t in ("one", "two", "six")}
-    llm = make_llm(text_model, ahead)
+    llm = make_ahead_llm(text_model, ahead)
     streams: dict[str, Iterator[RequestOutput]] = {t: llm.stream(t, GREEDY) for t in ("one", "two")}
     seen: dict[str, list[int]] = {t: [] for t in streams}
     for turn in range(GREEDY.max_tokens):
@@ -263,12 +262,12 @@ def test_streams_and_calls_take_turns(text_model: Path, ahead: int) -> None:
 
 
 def test_leaving_a_stream_early_frees_everything(text_model: Path) -> None:
-    llm = make_llm(text_model, 2)
+    llm = make_ahead_llm(text_model, 2)
     stream = llm.stream("hello", GREEDY)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     llm.engine.scheduler.check_idle()
-    expected = make_llm(text_model, 0).generate("hello", GREEDY)
+    expected = make_ahead_llm(text_model, 0).generate("hello", GREEDY)
     assert summary(llm.generate("hello", GREEDY)[0]) == summary(expected[0])
 
 
@@ -315,10 +314,10 @@ def test_a_step_that_fails_costs_its_own_requests_only(
     params = [GREEDY.replace(max_tokens=5 + 3 * i) for i in range(5)]
     texts = [f"{LONG}{i}" for i in range(5)]
     expected = {
-        text: make_llm(text_model, 0).generate(text, each)[0].outputs[0].token_ids
+        text: make_ahead_llm(text_model, 0).generate(text, each)[0].outputs[0].token_ids
         for text, each in zip(texts, params, strict=True)
     }
-    llm = make_llm(text_model, ahead, max_num_seqs=2)
+    llm = make_ahead_llm(text_model, ahead, max_num_seqs=2)
     lost, engine = fail_at(monkeypatch, llm, where, number), llm.engine
     for text, each in zip(texts, params, strict=True):
         engine.add_request(text, text, each)
@@ -343,8 +342,8 @@ def test_a_step_that_fails_costs_its_own_requests_only(
 def test_a_stream_that_was_lost_says_so_and_another_goes_on(
     text_model: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    expected = make_llm(text_model, 0).generate("late", GREEDY)
-    llm = make_llm(text_model, 2, max_num_seqs=1)
+    expected = make_ahead_llm(text_model, 0).generate("late", GREEDY)
+    llm = make_ahead_llm(text_model, 2, max_num_seqs=1)
     first, second = llm.stream("early", GREEDY), llm.stream("late", GREEDY)
     next(first)
     fail_at(monkeypatch, llm, where, llm.metrics()["num_steps"] + (where == "launch"))

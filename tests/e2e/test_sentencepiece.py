@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
-from sentencepiece_tokenizer import BOS, EOS, build, write_tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from stoop import LLM, SamplingParams
+from support.checkpoints import write_llama
+from support.engines import make_llm
+from support.sentencepiece_tokenizer import BOS, EOS, build, write_tokenizer
 
 VOCAB = build().get_vocab()
 BLUE = VOCAB["\u2581blue"]
@@ -23,28 +24,15 @@ PROMPTS = ("sky is", "sky is ", "", "the sky\n\nis: é", "x" * 60)
 
 @pytest.fixture(scope="module", params=["normalizer", "metaspace"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(VOCAB),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
     folder = tmp_path_factory.mktemp(f"sentencepiece-{request.param}")
-    LlamaForCausalLM(config).double().save_pretrained(folder)
+    write_llama(folder, seed=3, vocab_size=len(VOCAB), bos_token_id=BOS, eos_token_id=EOS)
     write_tokenizer(folder, metaspace=request.param == "metaspace")
     return folder
 
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder), dtype="float64", device="cpu", max_num_seqs=4)
+    return make_llm(folder, max_num_seqs=4)
 
 
 def as_vllm_decodes(folder: Path, prompt_ids: list[int], ids: list[int]) -> str:

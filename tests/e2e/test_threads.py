@@ -4,21 +4,21 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stoop import LLM, RequestError, SamplingParams
+from stoop import RequestError, SamplingParams
+from support.engines import make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [f"{'long ' * (i % 4 * 5)}prompt {i}" for i in range(12)]
 NUM_THREADS = 6
 
 
-def make_llm(text_model: Path, **options: Any) -> LLM:
-    settings = {"max_num_seqs": 4, "num_kv_blocks": 24, "max_num_batched_tokens": 64}
-    return LLM(str(text_model), dtype="float64", device="cpu", **{**settings, **options})
+make_small_llm = partial(make_llm, max_num_seqs=4, num_kv_blocks=24, max_num_batched_tokens=64)
 
 
 def in_threads(work: Callable[[int], None], count: int = NUM_THREADS) -> None:
@@ -44,7 +44,7 @@ def in_threads(work: Callable[[int], None], count: int = NUM_THREADS) -> None:
 @pytest.fixture(scope="module")
 def alone(text_model: Path) -> dict[str, list[int]]:
     """Answers one at a time."""
-    llm = make_llm(text_model)
+    llm = make_small_llm(text_model)
     return {text: llm.generate(text, GREEDY)[0].outputs[0].token_ids for text in PROMPTS}
 
 
@@ -60,7 +60,7 @@ def alone(text_model: Path) -> dict[str, list[int]]:
 def test_threads_that_share_an_engine_get_their_own_answers(
     text_model: Path, alone: dict[str, list[int]], options: dict[str, Any]
 ) -> None:
-    llm = make_llm(text_model, **options)
+    llm = make_small_llm(text_model, **options)
 
     def work(number: int) -> None:
         draw = random.Random(number)
@@ -90,7 +90,7 @@ def test_threads_that_share_an_engine_get_their_own_answers(
 def test_a_bad_call_in_one_thread_hurts_no_other(
     text_model: Path, alone: dict[str, list[int]]
 ) -> None:
-    llm = make_llm(text_model)
+    llm = make_small_llm(text_model)
 
     def work(number: int) -> None:
         for turn in range(6):
@@ -109,7 +109,7 @@ def test_an_error_goes_to_the_thread_whose_request_it_ended(
     text_model: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request a step: the step of prompt 0 always fails, whichever thread runs it."""
-    llm = make_llm(text_model, max_num_seqs=1)
+    llm = make_small_llm(text_model, max_num_seqs=1)
     bad, launch = llm.get_tokenizer().encode(PROMPTS[0]), llm.engine.runner.launch
 
     def launch_or_fail(plan: Any) -> Any:
@@ -135,7 +135,7 @@ def test_an_error_goes_to_the_thread_whose_request_it_ended(
 def test_a_stream_that_pauses_holds_up_nobody(
     text_model: Path, alone: dict[str, list[int]]
 ) -> None:
-    llm = make_llm(text_model)
+    llm = make_small_llm(text_model)
     stream = llm.stream(PROMPTS[1], GREEDY)
     next(stream)
 
@@ -147,7 +147,7 @@ def test_a_stream_that_pauses_holds_up_nobody(
 
 
 def test_a_dropped_stream_stops_its_request(text_model: Path) -> None:
-    llm = make_llm(text_model)
+    llm = make_small_llm(text_model)
     stream = llm.stream("hello", GREEDY)
     next(stream)
     del stream
@@ -156,7 +156,7 @@ def test_a_dropped_stream_stops_its_request(text_model: Path) -> None:
 
 
 def test_a_stream_that_was_never_read_is_dropped_too(text_model: Path) -> None:
-    llm = make_llm(text_model)
+    llm = make_small_llm(text_model)
     stream = llm.stream("hello", GREEDY)
     assert llm.metrics()["num_requests_waiting"] == 1
     del stream
@@ -168,7 +168,7 @@ def test_a_stream_that_was_never_read_is_dropped_too(text_model: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_an_engine_is_refused_in_a_forked_process(text_model: Path) -> None:
     """Threads of the parent are not there: a step would wait for them forever."""
-    llm = make_llm(text_model)
+    llm = make_small_llm(text_model)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -189,7 +189,7 @@ def test_an_engine_is_refused_in_a_forked_process(text_model: Path) -> None:
 def test_a_step_that_calls_its_own_engine_is_told(
     text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make_llm(text_model)
+    llm = make_small_llm(text_model)
     with monkeypatch.context() as patch:
         patch.setattr(
             llm.engine.runner.target, "forward", lambda *args: llm.generate("again", GREEDY)
@@ -204,7 +204,7 @@ def test_a_caller_is_woken_for_its_own_outputs_only(
     text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With many threads that wait for whole answers, a step must not wake all of them."""
-    llm = make_llm(text_model, max_num_seqs=8)
+    llm = make_small_llm(text_model, max_num_seqs=8)
     num_sleeps, sleep = [], llm._shared._sleep
 
     def counted(box: Any) -> None:

@@ -1,25 +1,31 @@
 """Paged attention on a CUDA device: right for many shapes, right in a graph, and how fast."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
-from kernels.test_attention import Heads, Row, assert_right, attend, attend_densely, make_case
-from torch import Tensor
 
-from stoop.ops.kernels.linear_tuning import time_graph
+from support.attention_cases import (
+    CUDA,
+    LLAMA_8B,
+    NUM_SMS,
+    Heads,
+    Load,
+    Row,
+    assert_right,
+    attend,
+    attend_densely,
+    make_case,
+    make_load,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 pytest.importorskip("triton")
-CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NUM_SMS = 132
 CONTEXTS = (0, 1, 15, 16, 63, 64, 65, 511, 512, 1000, 4097)
-LLAMA_8B = Heads(8, 4, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -102,60 +108,6 @@ def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
 
 
 # ---- how fast ----
-
-
-@dataclass(frozen=True)
-class Load:
-    """A batch over caches that together do not fit into the second-level cache."""
-
-    q: Tensor
-    caches: list[Tensor]
-    arguments: tuple[Tensor, ...]
-    max_query_len: int
-
-    def run(self, cache: Tensor) -> None:
-        from stoop.ops.kernels import attention as kernels
-
-        num_reqs = self.arguments[3].shape[0]
-        plan = kernels.plan_attention(self.q, cache.shape[3], num_reqs, self.max_query_len, NUM_SMS)
-        kernels.paged_attention(
-            self.q,
-            cache,
-            *self.arguments,
-            self.q.shape[2] ** -0.5,
-            0,
-            plan.max_query_len,
-            plan.mixed,
-            plan.num_splits,
-            torch.empty(plan.partial_size(self.q.shape[2]), device=CUDA),
-            torch.empty_like(self.q),
-        )
-
-    def milliseconds(self) -> float:
-        """Of one call, in a graph that has one for each cache."""
-        every = time_graph(lambda: [self.run(cache) for cache in self.caches], repeats=10)
-        return every / len(self.caches)
-
-
-def make_load(batch: int, context: int, query_len: int, heads: Heads, bound: int) -> Load:
-    pages = -(-(context + query_len) // 16)
-    shape = (2, batch * pages + 1, 16, heads.num_kv, heads.size)
-    num_bytes = 2 * torch.Size(shape).numel()
-    num_caches = min(32, 2**29 // num_bytes + 1)
-    table = torch.randperm(batch * pages, device=CUDA).view(batch, pages).to(torch.int32) + 1
-
-    def every(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.full((batch,), value, dtype=dtype, device=CUDA)
-
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=CUDA) * query_len
-    slots = torch.arange(batch, device=CUDA)
-    num_heads = heads.num_kv * heads.group
-    return Load(
-        torch.randn(batch * query_len, num_heads, heads.size, device=CUDA).bfloat16(),
-        [torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for _ in range(num_caches)],
-        (starts, every(context), every(context + query_len), slots, table),
-        bound,
-    )
 
 
 def skip_unless_h200() -> None:

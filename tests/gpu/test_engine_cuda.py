@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stoop import LLM, SamplingParams
+from support.checkpoints import write_cuda_llama
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,22 +27,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).double().save_pretrained(folder)
-    return str(folder)
+    return str(write_cuda_llama(tmp_path_factory.mktemp("tiny"), "float64"))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.watching import forbid_waits
-from kernels.test_attention import POISON_BLOCK, Heads, Row, attend_densely, make_case
 from torch import Tensor
 
 from stoop import LLM, SamplingParams
@@ -24,6 +22,8 @@ from stoop.check import graphs as check
 from stoop.config.resolve import GRAPH_MODES
 from stoop.core.step import PlannedRow
 from stoop.graph.descriptor import RunMode
+from support.attention_cases import POISON_BLOCK, Heads, Row, attend_densely, make_case
+from support.device_waits import forbid_waits
 
 pytest.importorskip("flashinfer")
 pytestmark = [

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.watching import forbid_waits
 
 from stoop import LLM, SamplingParams
 from stoop.check.graphs import TINY_CONFIG, run_checks, tiny_model
 from stoop.config.resolve import GRAPH_MODES
 from stoop.graph.cuda import CudaGraphBackend
 from stoop.graph.descriptor import RunMode
+from support.device_waits import forbid_waits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.test_linear import EPS, KINDS, assert_right, limit_of, make_case
 from torch import Tensor
+
+from support.linear_cases import EPS, KINDS, assert_right, limit_of, make_case
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,15 +1,14 @@
 """Speculation on a CUDA device: answers of plain decoding, drafts of eager steps, no waits."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu.watching import forbid_waits
-from spec.drafters import GREEDY, MODES, SEEDED, DrafterStore, make_llm, run
 
 from stoop.graph.descriptor import RunMode
+from support.device_waits import forbid_waits
+from support.drafters import GREEDY, MODES, SEEDED, DrafterStore, make_spec_llm, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,18 +18,13 @@ pytestmark = [
 KERNELS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
 
 
-@pytest.fixture(scope="module")
-def drafters(tmp_path_factory: Any, checkpoints: Any) -> DrafterStore:
-    return DrafterStore(Path(tmp_path_factory.mktemp("drafters")), checkpoints)
-
-
 @pytest.mark.parametrize("name", ["eagle-noisy", "eagle3-noisy", "eagle3-variant", "ngram-right"])
 def test_float64_is_the_cpus(drafters: DrafterStore, name: str) -> None:
     """The torch path on the GPU: answers and drafts, place by place."""
     drafter = drafters.get(name)
     options: dict[str, Any] = {"device": "cuda", "attention_backend": "reference", "run_ahead": 0}
-    ours = run(make_llm(drafter, 3, **options), 3)
-    theirs = run(make_llm(drafter, 3), 3)
+    ours = run(make_spec_llm(drafter, 3, **options), 3)
+    theirs = run(make_spec_llm(drafter, 3), 3)
     assert ours.answers == theirs.answers
     assert ours.drafts == theirs.drafts
 
@@ -48,9 +42,9 @@ def test_kernels_and_graphs_answer_as_plain_decoding(
 ) -> None:
     """Each replay is compared with its eager twin to the bit by the sanitizer."""
     drafter = drafters.get(name)
-    plain = run(make_llm(drafter, 0, dtype="float32"), 0)
+    plain = run(make_spec_llm(drafter, 0, dtype="float32"), 0)
     sanitize = mode != "none"
-    llm = make_llm(drafter, num_tokens, graph_mode=mode, sanitize=sanitize, **KERNELS)
+    llm = make_spec_llm(drafter, num_tokens, graph_mode=mode, sanitize=sanitize, **KERNELS)
     trace = run(llm, num_tokens)
     assert trace.answers == plain.answers
     assert sum(trace.per_position) > (3 if name == "ngram-right" else 20)
@@ -71,7 +65,7 @@ def test_steps_in_flight_change_nothing(drafters: DrafterStore, name: str, mode:
     ]
 
     def answers(num_tokens: int, run_ahead: int) -> list[Any]:
-        llm = make_llm(
+        llm = make_spec_llm(
             drafters.get(name), num_tokens, graph_mode=mode, run_ahead=run_ahead, **KERNELS
         )
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -85,7 +79,7 @@ def test_steps_in_flight_change_nothing(drafters: DrafterStore, name: str, mode:
 
 def test_a_head_that_is_right_gives_k_plus_1_tokens_a_step(drafters: DrafterStore) -> None:
     right, options = drafters.get("eagle3-right"), {**KERNELS, "run_ahead": 0}
-    llm = make_llm(right, 3, graph_mode="step", **options)
+    llm = make_spec_llm(right, 3, graph_mode="step", **options)
     params = GREEDY.replace(max_tokens=1 + 5 * 4)
     before = llm.metrics()["num_steps"]
     (output,) = llm.generate([[5]], params)
@@ -96,7 +90,7 @@ def test_a_head_that_is_right_gives_k_plus_1_tokens_a_step(drafters: DrafterStor
 @pytest.mark.parametrize("mode", ["full", "step"])
 def test_a_replayed_step_waits_for_nobody(drafters: DrafterStore, mode: str) -> None:
     """From the inputs to the last draft, nothing makes the host wait."""
-    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, **KERNELS)
+    llm = make_spec_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, **KERNELS)
     seen = forbid_waits(llm, decodes_only=True)
     llm.generate([[5], [6, 7]], GREEDY)
     assert set(seen) == {RunMode.STEP if mode == "step" else RunMode.FULL}
@@ -109,7 +103,7 @@ def test_drawn_drafts_are_seeded_whatever_else_is_in_the_batch(
 ) -> None:
     params = SEEDED.replace(temperature=1.3, max_tokens=12)
     spec = {"draft_sample_method": method}
-    llm = make_llm(drafters.get("eagle3-random"), 3, graph_mode=mode, spec=spec, **KERNELS)
+    llm = make_spec_llm(drafters.get("eagle3-random"), 3, graph_mode=mode, spec=spec, **KERNELS)
     (alone,) = llm.generate([[5, 6]], params)
     others = [params.replace(seed=seed) for seed in (1, 2)]
     *_, among = llm.generate([[9], [8, 7], [5, 6]], [*others, params])

@@ -4,13 +4,15 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from stoop import LLM, SamplingParams
+from stoop import SamplingParams
+from support.checkpoints import write_cuda_llama
+from support.engines import make_llm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,29 +25,18 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return str(write_cuda_llama(tmp_path_factory.mktemp("model"), "float32"))
 
 
-def make_llm(checkpoint: str, **options: Any) -> LLM:
-    settings = {"max_model_len": 256, "max_num_seqs": 6, "skip_tokenizer_init": True}
-    settings |= {"dtype": "float32", "device": "cuda", "capture_sizes": "1,2,4,6,64"}
-    settings |= {"kv_cache_memory": "64MiB"}
-    return LLM(checkpoint, **{**settings, **options})
+make_cuda_llm = partial(
+    make_llm,
+    device="cuda",
+    dtype="float32",
+    max_model_len=256,
+    max_num_seqs=6,
+    kv_cache_memory="64MiB",
+    capture_sizes="1,2,4,6,64",
+)
 
 
 def make_prompts() -> list[list[int]]:
@@ -57,7 +48,7 @@ def make_prompts() -> list[list[int]]:
     "options", [{}, {"run_ahead": 3}, {"speculative_config": NGRAM}], ids=["step", "ahead", "ngram"]
 )
 def test_threads_get_their_own_answers(checkpoint: str, options: dict[str, Any]) -> None:
-    llm, prompts = make_llm(checkpoint, **options), make_prompts()
+    llm, prompts = make_cuda_llm(checkpoint, **options), make_prompts()
     alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
     errors: list[BaseException] = []
 
@@ -83,7 +74,7 @@ def test_threads_get_their_own_answers(checkpoint: str, options: dict[str, Any])
 
 
 def test_ctrl_c_at_any_time_leaves_the_engine_right(checkpoint: str) -> None:
-    llm, prompts = make_llm(checkpoint, run_ahead=2), make_prompts()
+    llm, prompts = make_cuda_llm(checkpoint, run_ahead=2), make_prompts()
     expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
     main, draw, pressing = threading.main_thread().ident, random.Random(1), threading.Event()
     assert main is not None and threading.get_ident() == main
@@ -114,7 +105,7 @@ def test_a_step_that_fails_on_the_device_is_mended(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With steps in flight: they are forgotten, and nothing of theirs is seen later."""
-    llm, prompts = make_llm(checkpoint, run_ahead=3), make_prompts()
+    llm, prompts = make_cuda_llm(checkpoint, run_ahead=3), make_prompts()
     expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
     launch, num_launched = llm.engine.runner.launch, 0
 

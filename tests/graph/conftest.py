@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from graph.tape_world import ORIGINAL_READS
 from stoop.graph.tape import TapeBackend
+from support.tapes import ORIGINAL_READS
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import CheckpointStore
 
-from graph.workload import FULL, GREEDY, NOISE, SETTINGS, Answers, make_llm, prompts, run
 from stoop import LLM
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from support.checkpoints import CheckpointStore
+from support.graph_workload import (
+    FULL,
+    GREEDY,
+    NOISE,
+    SETTINGS,
+    Answers,
+    make_graph_llm,
+    prompts,
+    run,
+)
 
 MODES = ("piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 BACKENDS = ("reference", "hostplan")
@@ -22,7 +31,7 @@ def folders(checkpoints: CheckpointStore) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def eager(folders: dict[str, Path]) -> dict[str, Answers]:
-    return {name: run(make_llm(folder)) for name, folder in folders.items()}
+    return {name: run(make_graph_llm(folder)) for name, folder in folders.items()}
 
 
 def descriptors_used(llm: LLM) -> set[BatchExecutionDescriptor]:
@@ -45,7 +54,7 @@ def test_replay_equals_eager(
 ) -> None:
     """The sanitizer compares each replay with its eager twin on the same padded buffers, bit for
     bit; tokens and scores are compared with unpadded eager steps."""
-    llm = make_llm(folders[model], graph_mode=mode, attention_backend=backend, sanitize=True)
+    llm = make_graph_llm(folders[model], graph_mode=mode, attention_backend=backend, sanitize=True)
     used = descriptors_used(llm)
     answers = run(llm)
     assert answers.token_ids == eager[model].token_ids
@@ -63,8 +72,8 @@ def test_every_live_size_below_every_descriptor(
     """Batches of 1 to 6 requests, the largest first, so that stale rows of a larger one remain."""
     folder = folders["llama3"]
     options = {"num_kv_blocks": 200, "sanitize": True, "attention_backend": backend}
-    plain = make_llm(folder, num_kv_blocks=200)
-    llm = make_llm(folder, graph_mode=mode, **options)
+    plain = make_graph_llm(folder, num_kv_blocks=200)
+    llm = make_graph_llm(folder, graph_mode=mode, **options)
     used = descriptors_used(llm)
     for params in (GREEDY, NOISE, FULL) if mode == "step" else (GREEDY,):
         short = params.replace(max_tokens=10)
@@ -83,7 +92,7 @@ def test_every_live_size_below_every_descriptor(
 
 def test_a_prompts_last_token_alone_is_no_decode(folders: dict[str, Path]) -> None:
     """A batch of one-token prompts has a decode's shape and must not take its graph."""
-    llm = make_llm(folders["llama3"], graph_mode="full_decode_only", sanitize=True)
+    llm = make_graph_llm(folders["llama3"], graph_mode="full_decode_only", sanitize=True)
     used = descriptors_used(llm)
     llm.generate([[5], [6], [7]], GREEDY.replace(max_tokens=1))
     assert used == set()
@@ -93,17 +102,17 @@ def test_a_prompts_last_token_alone_is_no_decode(folders: dict[str, Path]) -> No
 
 def test_modes_are_capped_by_what_the_backend_declares(folders: dict[str, Path]) -> None:
     """hostplan serves uniform batches only: mixed ones are cut into pieces."""
-    llm = make_llm(folders["llama3"], graph_mode="step", attention_backend="hostplan")
+    llm = make_graph_llm(folders["llama3"], graph_mode="step", attention_backend="hostplan")
     modes = {d.mode for d in llm.engine.runner.lane.descriptors}
     assert modes == {RunMode.STEP, RunMode.PIECEWISE}
-    llm = make_llm(folders["llama3"], graph_mode="step", attention_backend="reference")
+    llm = make_graph_llm(folders["llama3"], graph_mode="step", attention_backend="reference")
     modes = {d.mode for d in llm.engine.runner.lane.descriptors}
     assert modes == {RunMode.STEP, RunMode.FULL}
 
 
 def test_capture_changes_nothing_that_lives(folders: dict[str, Path]) -> None:
     """A captured engine starts as an eager one: no block, slot or counter is touched."""
-    llm = make_llm(folders["llama3"], graph_mode="step")
+    llm = make_graph_llm(folders["llama3"], graph_mode="step")
     tensors = llm.engine.runner.target.state.tensors
     assert int(tensors.num_tokens[:-1].sum()) == 0
     assert int(tensors.num_computed[:-1].sum()) == 0
@@ -113,16 +122,18 @@ def test_capture_changes_nothing_that_lives(folders: dict[str, Path]) -> None:
 
 
 def test_all_tapes_together_stay_under_twice_the_largest(folders: dict[str, Path]) -> None:
-    largest = make_llm(folders["llama3"], graph_mode="step", capture_sizes="6,48")
-    every = make_llm(folders["llama3"], graph_mode="step")
+    largest = make_graph_llm(folders["llama3"], graph_mode="step", capture_sizes="6,48")
+    every = make_graph_llm(folders["llama3"], graph_mode="step")
     ratio = [llm.engine.runner.executor.backend.num_bytes for llm in (every, largest)]
     assert 0 < ratio[0] < 2 * ratio[1]
 
 
 def test_float32_stays_close_to_unpadded_eager(folders: dict[str, Path]) -> None:
     """A product's last bits depend on its row count, so float32 has a tolerance."""
-    plain = run(make_llm(folders["llama3"], dtype="float32"))
-    graphed = run(make_llm(folders["llama3"], dtype="float32", graph_mode="step", sanitize=True))
+    plain = run(make_graph_llm(folders["llama3"], dtype="float32"))
+    graphed = run(
+        make_graph_llm(folders["llama3"], dtype="float32", graph_mode="step", sanitize=True)
+    )
     same = [a == b for a, b in zip(plain.token_ids, graphed.token_ids, strict=True)]
     assert sum(same) >= len(same) - 1
     for ours, theirs, equal in zip(graphed.logprobs, plain.logprobs, same, strict=True):

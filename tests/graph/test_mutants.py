@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import CheckpointStore
 
-from graph.workload import Answers, make_llm, run
 from stoop.attention import reference
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.batch.input_batch import InputBatch, InputBuffers
@@ -29,6 +27,8 @@ from stoop.ops import rope
 from stoop.spec.base import Pass
 from stoop.worker.executor import PhaseExecutor
 from stoop.worker.target import Target, TargetLane
+from support.checkpoints import CheckpointStore
+from support.graph_workload import Answers, make_graph_llm, run
 
 Patch = pytest.MonkeyPatch
 
@@ -295,14 +295,14 @@ def folder(checkpoints: CheckpointStore) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
-    return run(make_llm(folder))
+    return run(make_graph_llm(folder))
 
 
 def failure(folder: Path, mutant: Mutant, expected: Answers, sanitize: bool) -> Exception | None:
     """What went wrong with the mutant: an error, or answers that differ."""
     options = {"graph_mode": mutant.mode, "attention_backend": mutant.backend}
     try:
-        answers = run(make_llm(folder, sanitize=sanitize, **options))
+        answers = run(make_graph_llm(folder, sanitize=sanitize, **options))
     except (SanitizerError, RuntimeError, IndexError, AssertionError, ValueError) as error:
         return error
     return None if answers.token_ids == expected.token_ids else ValueError("other tokens")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph.tape_world import poison, same
 from stoop.graph.tape import TapeBackend
 from stoop.ops.library import register
+from support.tapes import poison, same
 
 # ---- nothing executes in a capture ----
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graph.tape_world import ORIGINAL_READS, poison, same
 from stoop.graph.refusals import CaptureError
 from stoop.graph.tape import TapeBackend
+from support.tapes import ORIGINAL_READS, poison, same
 
 # ---- refusals ----
 

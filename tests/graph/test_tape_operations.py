@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graph.tape_world import (
+from stoop.graph.refusals import CaptureError
+from stoop.graph.tape import TapeBackend
+from support.tapes import (
     FLOATS,
     OUTER,
     assert_same,
@@ -19,8 +21,6 @@ from graph.tape_world import (
     inputs,
     poison,
 )
-from stoop.graph.refusals import CaptureError
-from stoop.graph.tape import TapeBackend
 
 # ---- every kind of operation ----
 

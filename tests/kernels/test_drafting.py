@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.compiling import compile_launches
-from kernels.test_inputs import (
+from stoop.ops import drafting as reference
+from stoop.ops.drafting import PrefillTensors
+from stoop.ops.inputs import RowTensors, StepTensors
+from stoop.ops.sampling import DrawTensors
+from support.kernel_compiling import compile_launches
+from support.step_cases import (
     BLOCK,
     POISON,
     SEEDS,
     Case,
-    _references_use_torch,  # noqa: F401
     check_compiled,
     check_equal,
     check_slots,
@@ -23,10 +26,6 @@ from kernels.test_inputs import (
     make_case,
     verified_case,
 )
-from stoop.ops import drafting as reference
-from stoop.ops.drafting import PrefillTensors
-from stoop.ops.inputs import RowTensors, StepTensors
-from stoop.ops.sampling import DrawTensors
 
 # The interpreter's: an old way to call numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.compiling import compile_launches
 from stoop.ops.kernels.launch import let_next_start, start_in_turn, wait_for_inputs
+from support.kernel_compiling import compile_launches
 
 OPTIONS = {"PDL": True, "launch_pdl": True}
 

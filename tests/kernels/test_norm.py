@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.compiling import MAX_SHARED, compile_launches
 from stoop.ops import norm as reference
+from support.kernel_compiling import MAX_SHARED, compile_launches
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (64, 100, 576, 4096)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.compiling import MAX_SHARED, compile_launches
 from stoop.ops.kv_store import store_kv
 from stoop.ops.rope import HeadNorms, Rotation, rotate
+from support.kernel_compiling import MAX_SHARED, compile_launches
 
 SHAPES = ((4, 2, 16), (9, 3, 64), (3, 1, 80), (2, 2, 6))  # heads, KV heads, head size
 BLOCKS, BLOCK_SIZE, POSITIONS = 6, 4, 40

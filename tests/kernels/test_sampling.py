@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.compiling import MAX_SHARED, compile_launches
 from stoop.ops import random as random_reference
 from stoop.ops import sampling as reference
 from stoop.ops import verification as verification_reference
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import NEVER, History
+from support.kernel_compiling import MAX_SHARED, compile_launches
 
 # The interpreter's: log(0), and an old way to call numpy.
 pytestmark = [
@@ -26,12 +26,6 @@ PLACES = torch.tensor([0, 7, 2**31 + 5, 100, 8191])
 TEMPERATURE = torch.tensor([0.0, 1.0, 0.6, 0.0, 1.7])
 SLOT = torch.tensor([3, 0, 6, 5, 1])  # of seven
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _references_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else, under the interpreter, they would be the kernels that they are compared with."""
-    monkeypatch.setattr("stoop.ops.kernels.choice.interpreted", lambda: False)
 
 
 def some_logits(vocab_size: int, kind: str = "plain", seed: int = 0, rows: int = 5) -> Tensor:

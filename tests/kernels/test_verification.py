@@ -6,19 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.compiling import compile_launches
-from kernels.test_inputs import (
+from stoop.ops import verification as reference
+from stoop.sampling.verifier import Verdict
+from support.kernel_compiling import compile_launches
+from support.step_cases import (
     POISON,
     SEEDS,
     Case,
-    _references_use_torch,  # noqa: F401
     check_compiled,
     check_equal,
     engine_case,
     prepared_case,
 )
-from stoop.ops import verification as reference
-from stoop.sampling.verifier import Verdict
 
 
 def drafts_of(case: Case, count: int) -> Tensor:

@@ -5,13 +5,21 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from fakes import ARCHITECTURES, WINDOW, WINDOWED
 
-from parity.conftest import MakeEngine, ReferenceStore
-from parity.reference import TIE_GAPS, Reference, make_prompt, mismatch, mismatches, run_greedy
 from stoop import LLM
 from stoop.config.schema import RopeSpec
 from stoop.models.llama import LlamaModel
+from support.checkpoints import ARCHITECTURES, WINDOW, WINDOWED
+from support.engines import MakeEngine
+from support.huggingface import (
+    TIE_GAPS,
+    Reference,
+    ReferenceStore,
+    make_prompt,
+    mismatch,
+    mismatches,
+    run_greedy,
+)
 
 PROMPTS = [make_prompt(length) for length in (17, 150, 300)]
 TIE_GAP = TIE_GAPS["float32"]

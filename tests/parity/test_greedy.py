@@ -7,20 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from fakes import ARCHITECTURES, CheckpointStore, copy_with_eos
 
-from parity.conftest import MakeEngine, ReferenceStore
-from parity.reference import (
+from stoop import LLM
+from support.checkpoints import ARCHITECTURES, CheckpointStore, copy_with_eos
+from support.engines import MakeEngine
+from support.huggingface import (
     TIE_GAPS,
     HuggingFace,
     Reference,
+    ReferenceStore,
     answer_ids,
     greedy_params,
     make_prompt,
     mismatches,
     run_greedy,
 )
-from stoop import LLM
 
 # Around the edges of blocks of 16 and 32, and far beyond the window of the windowed models.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 150, 300)

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
-from fakes import (
+
+from stoop.models.hf_config import read_model_spec
+from support.checkpoints import (
     ARCHITECTURES,
     WINDOW,
     CheckpointStore,
@@ -12,10 +14,15 @@ from fakes import (
     edit_json,
     save_checkpoint,
 )
-
-from parity.conftest import MakeEngine, ReferenceStore
-from parity.reference import TIE_GAPS, HuggingFace, make_prompt, mismatches, run_greedy
-from stoop.models.hf_config import read_model_spec
+from support.engines import MakeEngine
+from support.huggingface import (
+    TIE_GAPS,
+    HuggingFace,
+    ReferenceStore,
+    make_prompt,
+    mismatches,
+    run_greedy,
+)
 
 PROMPTS = [make_prompt(length) for length in (1, 33, 150)]
 

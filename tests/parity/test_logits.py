@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import ARCHITECTURES, VOCAB_SIZE
 from torch import Tensor
 
-from parity.conftest import MakeEngine, ReferenceStore
-from parity.reference import HuggingFace, greedy_params, make_prompt
 from stoop.core.outputs import Logprob, RequestOutput
+from support.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from support.engines import MakeEngine
+from support.huggingface import HuggingFace, ReferenceStore, greedy_params, make_prompt
 
 LENGTHS = (1, 2, 16, 17, 33, 300)
 PROMPTS = [make_prompt(length, seed=3) for length in LENGTHS]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from parity.reference import answer_ids, greedy_params, run_greedy
 from stoop import LLM
+from support.huggingface import answer_ids, greedy_params, run_greedy
 
 CASES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "smollm2-greedy.json").read_text()

@@ -1,13 +1,19 @@
-"""Drafters and their targets."""
+"""What drafts are compared with."""
+
+import functools
+from collections.abc import Callable
 
 import pytest
-from fakes import CheckpointStore
 
-from spec.drafters import DrafterStore
+from support.drafters import DrafterStore, Trace, make_spec_llm, run
 
 
-@pytest.fixture(scope="session")
-def drafters(
-    tmp_path_factory: pytest.TempPathFactory, checkpoints: CheckpointStore
-) -> DrafterStore:
-    return DrafterStore(tmp_path_factory.mktemp("drafters"), checkpoints)
+@pytest.fixture(scope="module")
+def eager(drafters: DrafterStore) -> Callable[[str, int], Trace]:
+    """Eager steps of the reference backend; `num_tokens` 0 for plain decoding."""
+
+    @functools.lru_cache
+    def trace(name: str, num_tokens: int) -> Trace:
+        return run(make_spec_llm(drafters.get(name), num_tokens), num_tokens)
+
+    return trace

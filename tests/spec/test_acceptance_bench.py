@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from spec.drafters import Drafter, DrafterStore, make_llm
 from stoop import LLM
 from stoop.bench import acceptance
 from stoop.bench.acceptance import AcceptanceReport, Plan, measure_acceptance
+from support.drafters import Drafter, DrafterStore, make_spec_llm
 
 # The first tokens come with the prompts; 24 more are whole steps for K = 1, 2, 3 and 5.
 MAX_TOKENS = 25
@@ -25,7 +25,7 @@ def plan_of(ks: tuple[int, ...], speed_ks: tuple[int, ...], **changes: Any) -> P
 
 def starter(drafter: Drafter, started: list[Any] | None = None, **options: Any) -> Callable:
     def start(k: int, batch: int) -> LLM:
-        llm = make_llm(drafter, k, max_num_seqs=batch, enable_prefix_caching=False, **options)
+        llm = make_spec_llm(drafter, k, max_num_seqs=batch, enable_prefix_caching=False, **options)
         if started is not None:
             started.append((k, batch, llm.engine.scheduler.stats.spec))
         return llm

@@ -19,8 +19,6 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from spec.reference_drafter import TargetReference
-from spec.small_models import count_replays, write_head, write_target
 from stoop import LLM, SamplingParams
 from stoop.graph.descriptor import RunMode
 from stoop.models.hf_config import read_model_spec
@@ -28,6 +26,8 @@ from stoop.ops import drafting, random, verification
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import draw
 from stoop.spec import eagle
+from support.reference_drafter import TargetReference
+from support.small_models import count_replays, write_head, write_target
 
 VOCAB = 6
 PROMPT = (1, 4, 2)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from spec.drafters import DrafterStore, Trace, make_llm, run
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.attention.reference import ReferenceBackend
 from stoop.batch.input_batch import InputBatch
@@ -30,6 +29,7 @@ from stoop.spec.decode_lane import DraftDecodeLane
 from stoop.spec.eagle import EagleSpeculator
 from stoop.worker import executor
 from stoop.worker.executor import PhaseExecutor
+from support.drafters import DrafterStore, Trace, make_spec_llm, run
 
 Patch = pytest.MonkeyPatch
 
@@ -407,7 +407,7 @@ MUTANTS = [
 def expected(drafters: DrafterStore) -> Callable[[str, int], Trace]:
     @functools.lru_cache
     def trace(name: str, num_tokens: int) -> Trace:
-        return run(make_llm(drafters.get(name), num_tokens), num_tokens)
+        return run(make_spec_llm(drafters.get(name), num_tokens), num_tokens)
 
     return trace
 
@@ -419,7 +419,7 @@ def failure(
     options = {"graph_mode": mutant.mode, "attention_backend": mutant.backend}
     try:
         drafter = drafters.get(mutant.drafter)
-        llm = make_llm(drafter, mutant.num_tokens, sanitize=sanitize, **options)
+        llm = make_spec_llm(drafter, mutant.num_tokens, sanitize=sanitize, **options)
         trace = run(llm, mutant.num_tokens)
     except (CaptureError, SanitizerError, RuntimeError, IndexError, AssertionError) as error:
         return error

@@ -8,14 +8,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec.drafters import GREEDY, SEEDED, DrafterStore, Trace, make_llm, prompts, run, watch_drafts
-from spec.reference_drafter import ReferenceDrafter, TargetReference
 from stoop import LLM
 from stoop.checkpoint.weights import WeightReader
 from stoop.graph.descriptor import RunMode
 from stoop.models import toy
 from stoop.models.head_config import stored_names
 from stoop.spec.eagle import EagleSpeculator
+from support.drafters import (
+    GREEDY,
+    SEEDED,
+    DrafterStore,
+    Trace,
+    make_spec_llm,
+    prompts,
+    run,
+    watch_drafts,
+)
+from support.reference_drafter import ReferenceDrafter, TargetReference
 
 HEADS = ("eagle-random", "eagle3-random", "eagle3-variant", "eagle-noisy", "eagle3-noisy")
 
@@ -66,7 +75,7 @@ def test_drafts_equal_the_slow_reference_drafters(
 ) -> None:
     """No paging, no batch, no cache there: tokens are equal and logits within 1e-4."""
     likeliest = {"draft_sample_method": "greedy"}
-    llm = make_llm(drafters.get(name), 4, attention_backend=backend, spec=likeliest)
+    llm = make_spec_llm(drafters.get(name), 4, attention_backend=backend, spec=likeliest)
     trace = Trace()
     watch_drafts(llm, trace)
     logits = watch_logits(llm, monkeypatch)
@@ -113,7 +122,7 @@ def test_a_head_that_is_always_right_gives_k_plus_1_tokens_a_step(
     options |= {"max_num_batched_tokens": 80, "graph_mode": mode}
     if mode == "step":
         options["capture_sizes"] = "1,4"
-    llm = make_llm(drafters.get(name), num_tokens, **options)
+    llm = make_spec_llm(drafters.get(name), num_tokens, **options)
     rounds = 5
     params = GREEDY.replace(max_tokens=1 + rounds * (num_tokens + 1))
     for count in (1, 3):
@@ -140,7 +149,7 @@ def _walk(token: int, count: int | None) -> list[int]:
 
 def test_a_head_that_knows_some_tokens_is_right_for_those(drafters: DrafterStore) -> None:
     """Acceptance by position is what the known tokens say, draft by draft."""
-    llm = make_llm(drafters.get("eagle3-some"), 3, max_model_len=256, num_kv_blocks=80)
+    llm = make_spec_llm(drafters.get("eagle3-some"), 3, max_model_len=256, num_kv_blocks=80)
     prompt = [4]
     (output,) = llm.generate([prompt], GREEDY.replace(max_tokens=100))
     answer, expected, known = output.outputs[0], [0, 0, 0], 1
@@ -164,7 +173,7 @@ def test_drafts_stop_at_the_heads_own_position_limit(drafters: DrafterStore, tmp
     right = drafters.get("eagle3-right")
     head = toy.write_head(tmp_path / "short", "eagle3", max_position=32)
     short = type(right)(right.target, "eagle3", head)
-    llm, plain = make_llm(short, 3), make_llm(short, 0)
+    llm, plain = make_spec_llm(short, 3), make_spec_llm(short, 0)
     trace = Trace()
     watch_drafts(llm, trace)
     batch = [[5] * 20, [6] * 2]
@@ -180,7 +189,7 @@ def test_drafts_stop_at_the_heads_own_position_limit(drafters: DrafterStore, tmp
 def test_a_request_may_lower_its_drafts_and_the_batch_keeps_its_graph(
     drafters: DrafterStore,
 ) -> None:
-    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode="step", sanitize=True)
+    llm = make_spec_llm(drafters.get("eagle3-right"), 3, graph_mode="step", sanitize=True)
     used = []
     llm.engine.runner.executor.on_replay.append(lambda name, descriptor: used.append(descriptor))
     batch = [[5], [6], [7], [8]]
@@ -199,7 +208,7 @@ def test_a_request_may_lower_its_drafts_and_the_batch_keeps_its_graph(
 
 def test_runs_end_inside_the_reserved_blocks(drafters: DrafterStore) -> None:
     """The whole workload with every block beyond a request's own poisoned: see the sanitizer."""
-    llm = make_llm(drafters.get("eagle3-right"), 8, graph_mode="full", sanitize=True)
+    llm = make_spec_llm(drafters.get("eagle3-right"), 8, graph_mode="full", sanitize=True)
     trace = run(llm, 8)
     assert max(known for _, known in trace.drafts) == 72
 
@@ -210,7 +219,7 @@ def test_runs_end_inside_the_reserved_blocks(drafters: DrafterStore) -> None:
 )
 def test_draft_decodes_are_whole_or_eager(drafters: DrafterStore, mode: str, name: str) -> None:
     """Never in pieces; padded tokens are padded requests, in graphs and in every batch."""
-    llm = make_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, attention_backend=name)
+    llm = make_spec_llm(drafters.get("eagle3-right"), 3, graph_mode=mode, attention_backend=name)
     speculator = llm.engine.runner.speculator
     assert isinstance(speculator, EagleSpeculator)
     descriptors = speculator.lane.descriptors
@@ -244,7 +253,7 @@ def test_a_head_that_overflows_changes_no_answer(
     tensors["lm_head.weight"][1::4] = float("inf")
     save_file(tensors, head / "model.safetensors")
     broken = type(right)(right.target, "eagle3", head)
-    llm = make_llm(broken, 3, spec={"draft_sample_method": method})
+    llm = make_spec_llm(broken, 3, spec={"draft_sample_method": method})
     for params in (GREEDY, SEEDED):
         (output,) = llm.generate([[5]], params)
         assert output.outputs[0].token_ids == _walk(5, params.max_tokens)

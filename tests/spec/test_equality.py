@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from spec.drafters import (
+from support.drafters import (
     BACKENDS,
     DRAFTERS,
     KS,
     MODES,
     DrafterStore,
     Trace,
-    make_llm,
+    make_spec_llm,
     pairwise,
     run,
 )
@@ -47,20 +47,9 @@ def plain(drafters: DrafterStore) -> "functools._lru_cache_wrapper[Trace]":
 
     @functools.lru_cache
     def answers(name: str) -> Trace:
-        return run(make_llm(drafters.get(name), 0), 0)
+        return run(make_spec_llm(drafters.get(name), 0), 0)
 
     return answers
-
-
-@pytest.fixture(scope="module")
-def eager(drafters: DrafterStore) -> "functools._lru_cache_wrapper[Trace]":
-    """Eager steps with speculation."""
-
-    @functools.lru_cache
-    def trace(name: str, num_tokens: int) -> Trace:
-        return run(make_llm(drafters.get(name), num_tokens), num_tokens)
-
-    return trace
 
 
 @pytest.mark.parametrize(("name", "num_tokens", "mode", "backend"), CHOSEN)
@@ -68,7 +57,7 @@ def test_speculation_equals_plain_decoding(
     drafters: DrafterStore, plain, eager, name: str, num_tokens: int, mode: str, backend: str
 ) -> None:
     """Answers equal those without speculation, and drafts those of eager steps, place by place."""
-    llm = make_llm(
+    llm = make_spec_llm(
         drafters.get(name),
         num_tokens,
         graph_mode=mode,

@@ -3,21 +3,15 @@
 A stand-in in plain torch attends by the plan alone, so wrong or stale plans give wrong answers.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from fakes import CheckpointStore
-from graph.workload import make_llm as make_plain_llm
-from graph.workload import run as run_plain
 
-from spec.drafters import MODES, DrafterStore, Trace, make_llm, run
 from stoop.attention.base import AttentionSetup, AttentionShape
 from stoop.attention.flashinfer import FlashInferBackend, RowLengths
 from stoop.batch.input_batch import InputBatch
@@ -26,6 +20,11 @@ from stoop.config.backends import serving_backends
 from stoop.config.errors import ConfigError
 from stoop.graph.descriptor import RunMode
 from stoop.graph.sanitizer import SanitizerError, StaleRead
+from support import fake_flashinfer
+from support.checkpoints import CheckpointStore
+from support.drafters import MODES, DrafterStore, Trace, make_spec_llm, run
+from support.graph_workload import make_graph_llm
+from support.graph_workload import run as run_plain
 
 Patch = pytest.MonkeyPatch
 CPU = torch.device("cpu")
@@ -78,7 +77,7 @@ def test_a_missing_library_is_refused(monkeypatch: Patch) -> None:
 
 def test_steps_in_flight_are_refused(checkpoints: CheckpointStore) -> None:
     with pytest.raises(ConfigError, match="run_ahead=1: attention_backend=flashinfer plans"):
-        make_plain_llm(checkpoints.get("llama3", dtype="float64"), run_ahead=1, **FLASHINFER)
+        make_graph_llm(checkpoints.get("llama3", dtype="float64"), run_ahead=1, **FLASHINFER)
 
 
 def test_check_leaves_it_out_where_it_cannot_run(monkeypatch: Patch) -> None:
@@ -107,24 +106,13 @@ def test_every_mode_answers_as_the_reference(
 ) -> None:
     """Tokens and scores of unpadded eager steps; replays are compared with their eager twins."""
     folder = checkpoints.get(model, dtype="float64")
-    expected = run_plain(make_plain_llm(folder, attention_backend="reference"))
-    llm = make_plain_llm(folder, graph_mode=mode, sanitize=mode != "none", **FLASHINFER)
+    expected = run_plain(make_graph_llm(folder, attention_backend="reference"))
+    llm = make_graph_llm(folder, graph_mode=mode, sanitize=mode != "none", **FLASHINFER)
     answers = run_plain(llm)
     assert answers.token_ids == expected.token_ids
     for ours, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-10)
     assert llm.metrics()["num_preemptions"] > 0
-
-
-@pytest.fixture(scope="module")
-def eager(drafters: DrafterStore) -> Callable[[str, int], Trace]:
-    """Eager steps of the reference; `num_tokens` 0 for plain decoding."""
-
-    @functools.lru_cache
-    def trace(name: str, num_tokens: int) -> Trace:
-        return run(make_llm(drafters.get(name), num_tokens), num_tokens)
-
-    return trace
 
 
 CASES = [
@@ -148,7 +136,7 @@ def test_speculation_answers_as_plain_decoding(
     """And drafts as the reference does, place by place. Some requests run into the model's limit,
     where dead tokens stand past it; some have fewer drafts than places."""
     options = {"graph_mode": mode, "sanitize": mode != "none", **FLASHINFER}
-    llm = make_llm(drafters.get(name), num_tokens, **options)
+    llm = make_spec_llm(drafters.get(name), num_tokens, **options)
     trace = run(llm, num_tokens)
     expected = eager(name, num_tokens)
     assert trace.answers == eager(name, 0).answers
@@ -163,7 +151,7 @@ def test_speculation_answers_as_plain_decoding(
 @pytest.mark.usefixtures("_fake")
 def test_graphs_are_those_that_it_declares(drafters: DrafterStore) -> None:
     """Whole steps with all their drafting, mixed batches in pieces; one set of wrappers a size."""
-    llm = make_llm(drafters.get("eagle3-noisy"), 3, graph_mode="step", **FLASHINFER)
+    llm = make_spec_llm(drafters.get("eagle3-noisy"), 3, graph_mode="step", **FLASHINFER)
     runner = llm.engine.runner
     modes = {d.mode for d in runner.lane.descriptors}
     assert modes == {RunMode.STEP, RunMode.PIECEWISE}
@@ -175,7 +163,7 @@ def test_graphs_are_those_that_it_declares(drafters: DrafterStore) -> None:
 
 @pytest.mark.usefixtures("_fake")
 def test_what_nobody_wrote_is_zero(checkpoints: CheckpointStore) -> None:
-    llm = make_plain_llm(checkpoints.get("llama3", dtype="float64"), **FLASHINFER)
+    llm = make_graph_llm(checkpoints.get("llama3", dtype="float64"), **FLASHINFER)
     assert not any(cache.any() for cache in llm.engine.runner.kv_caches)
 
 
@@ -260,14 +248,14 @@ def test_mutant_is_caught(
     drafter, options = drafters.get("eagle3-random"), {"graph_mode": mode, **FLASHINFER}
     expected = eager("eagle3-random", NUM_TOKENS)
     try:
-        trace = run(make_llm(drafter, NUM_TOKENS, **options), NUM_TOKENS)
+        trace = run(make_spec_llm(drafter, NUM_TOKENS, **options), NUM_TOKENS)
         caught = (trace.answers, trace.drafts) != (expected.answers, expected.drafts)
     except (IndexError, RuntimeError):
         caught = True
     assert caught == by_answers
     if apply in (skip_the_plan, leave_pages_unpadded):
         with pytest.raises(SanitizerError) as error:
-            run(make_llm(drafter, NUM_TOKENS, sanitize=True, **options), NUM_TOKENS)
+            run(make_spec_llm(drafter, NUM_TOKENS, sanitize=True, **options), NUM_TOKENS)
         assert isinstance(error.value, StaleRead)
         buffer = "query_indptr" if apply is skip_the_plan else "page_indices"
         assert error.value.buffer == buffer

@@ -1,17 +1,17 @@
 """The reference that the engine's drafts are held against is itself right."""
 
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from fakes import WINDOW, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spec.reference_drafter import ReferenceDrafter, TargetReference, first_best
 from stoop.config.schema import HeadSpec, ModelSpec, RopeSpec
+from support.checkpoints import WINDOW, make_model
+from support.huggingface import make_exact
+from support.reference_drafter import ReferenceDrafter, TargetReference, first_best
 
 TARGETS = (
     "llama2",
@@ -71,18 +71,9 @@ TOKEN_IDS = [5, 17, 3, 41, 59, 8, 22]
 
 
 def exact_model(name: str) -> PreTrainedModel:
-    """float64 throughout: transformers' norms and eager softmax go through float32."""
     model = make_model(name, seed=3)
-    model.set_attn_implementation("sdpa")
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_exact_rms_norm, module)
+    make_exact(model)
     return model
-
-
-def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:
-    scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.variance_epsilon)
-    return norm.weight * (x * scale)
 
 
 def target_spec(config: Any) -> ModelSpec:

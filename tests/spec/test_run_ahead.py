@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from spec.drafters import GREEDY, DrafterStore, Trace, make_llm, pairwise, run
 from stoop import LLM
 from stoop.models import toy
 from stoop.scheduler.block_pool import NULL_BLOCK
+from support.drafters import GREEDY, DrafterStore, Trace, make_spec_llm, pairwise, run
 
 DRAFTERS = ("eagle-noisy", "eagle3-some", "eagle3-variant", "ngram-right")
 KS = (0, 1, 4)
@@ -31,7 +31,7 @@ def in_step(drafters: DrafterStore) -> "functools._lru_cache_wrapper[Trace]":
 
     @functools.lru_cache
     def trace(name: str, num_tokens: int) -> Trace:
-        return run(make_llm(drafters.get(name), num_tokens, run_ahead=0), num_tokens)
+        return run(make_spec_llm(drafters.get(name), num_tokens, run_ahead=0), num_tokens)
 
     return trace
 
@@ -47,7 +47,7 @@ def test_run_ahead_equals_the_plain_loop(
     ahead: int,
 ) -> None:
     """Answers are equal, and so are the drafts behind the same text."""
-    llm = make_llm(
+    llm = make_spec_llm(
         drafters.get(name),
         num_tokens,
         run_ahead=ahead,
@@ -88,7 +88,7 @@ def test_a_request_may_end_at_every_place_of_a_run(
     found = []
     for ahead in (0, 1) if mode == "step" else (0, 1, 2, 4):
         options: dict[str, Any] = {"graph_mode": mode, "sanitize": mode != "none"}
-        llm = make_llm(drafters.get(name), 3, run_ahead=ahead, num_kv_blocks=64, **options)
+        llm = make_spec_llm(drafters.get(name), 3, run_ahead=ahead, num_kv_blocks=64, **options)
         found.append((answers(llm, range(1, 9)), llm.metrics()))
         llm.engine.scheduler.check_idle()
     (expected, metrics), *others = found
@@ -112,7 +112,7 @@ def test_what_an_ended_row_looks_at_harms_nobody(
     drafters: DrafterStore, in_step, name: str, backend: str
 ) -> None:
     """Its place in the batch stays: what it attends to there must not spread."""
-    llm = make_llm(drafters.get(name), 3, run_ahead=2, attention_backend=backend)
+    llm = make_spec_llm(drafters.get(name), 3, run_ahead=2, attention_backend=backend)
     for cache in llm.engine.runner.kv_caches:
         cache[:, NULL_BLOCK] = float("nan")
     assert run(llm, 3).answers == in_step(name, 3).answers

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from spec import small_models
 from stoop import LLM, SamplingParams
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput
 from stoop.graph.descriptor import RunMode
 from stoop.models import toy
 from stoop.sampling.sampler import Positions, Sampler
+from support import small_models
 
 VOCAB = toy.SIZE
 STRIDE = VOCAB // 4  # 3, 19, 35, 51, 3, ...

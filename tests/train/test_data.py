@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import write_tokenizer
-from spec import small_models
 
 from stoop import LLM
 from stoop.config.errors import ConfigError
@@ -20,19 +18,14 @@ from stoop.train.prompts import Prompt, encode_prompts
 from stoop.train.settings import DataSettings, Deadline
 from stoop.train.shards import load_corpus, read_counts
 from stoop.train.vocabulary import choose_vocabulary
-
-
-def write_text_model(folder: Path) -> Path:
-    """One token a byte, and a chat template."""
-    small_models.write_target(folder, 258, seed=2, sureness=2.0)
-    write_tokenizer(folder)
-    return folder
+from support.engines import make_llm
+from support.training import documents, write_text_model
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = write_text_model(tmp_path_factory.mktemp("text") / "model")
-    return LLM(str(folder), device="cpu", max_num_seqs=4, max_model_len=96)
+    return make_llm(folder, max_num_seqs=4, max_model_len=96)
 
 
 SETTINGS: dict[str, Any] = {"max_answer": 12, "max_len": 96, "temperature": 1.5}
@@ -153,11 +146,6 @@ def test_loops_are_dropped_and_not_asked_again(
     make(llm, tmp_path, ["one", "two", "three"])
     assert len(found) == 3
     assert read_counts(tmp_path)["loops_dropped"] == 1
-
-
-def documents(folder: Path) -> list[tuple[int, ...]]:
-    corpus = load_corpus(folder)
-    return sorted(tuple(corpus.document(i).tolist()) for i in range(len(corpus)))
 
 
 def test_a_stopped_run_goes_on(llm: LLM, tmp_path: Path) -> None:

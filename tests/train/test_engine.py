@@ -22,7 +22,8 @@ from stoop.train.job import Job
 from stoop.train.packing import make_pack
 from stoop.train.record import read_log
 from stoop.train.shards import Corpus, load_corpus
-from train import small
+from support import training
+from support.engines import make_llm
 
 
 def test_the_loss_falls_and_acceptance_rises(trained: Job) -> None:
@@ -71,8 +72,8 @@ def measured(job: Job, folder: Path, num_drafts: int) -> list[SpecCounts]:
     corpus, chosen = greedy_documents(job)
     asked = [corpus.document(i)[: corpus.prompt_lens[i]].tolist() for i in chosen]
     drafter = {"model": str(folder), "num_speculative_tokens": num_drafts}
-    llm = small.make_llm(Path(job.target), speculative_config=drafter)
-    params = SamplingParams(temperature=0, max_tokens=small.ANSWER)
+    llm = make_llm(job.target, max_num_seqs=16, speculative_config=drafter)
+    params = SamplingParams(temperature=0, max_tokens=training.ANSWER)
     counts = []
     for index, output in zip(chosen, llm.generate(asked, params, use_tqdm=False), strict=True):
         answer = output.outputs[0]
@@ -82,7 +83,7 @@ def measured(job: Job, folder: Path, num_drafts: int) -> list[SpecCounts]:
     return counts
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, small.PASSES])
+@pytest.mark.parametrize("num_drafts", [1, 3, training.PASSES])
 def test_the_engine_accepts_what_training_foresees(trained: Job, num_drafts: int) -> None:
     """To the last draft of every document, in float64."""
     wanted = foreseen(trained, num_drafts)
@@ -103,9 +104,9 @@ def test_the_engine_accepts_what_training_foresees(trained: Job, num_drafts: int
     ],
 )
 def test_a_fault_in_the_passes_would_show_in_the_engine(trained: Job, old: str, new: str) -> None:
-    wrong = small.mutated(unroll, old, new)
-    engine = measured(trained, trained.out / "head", small.PASSES)
-    assert foreseen(trained, small.PASSES, wrong) != engine
+    wrong = training.mutated(unroll, old, new)
+    engine = measured(trained, trained.out / "head", training.PASSES)
+    assert foreseen(trained, training.PASSES, wrong) != engine
 
 
 def test_the_log_says_what_the_engine_measures(trained: Job) -> None:
@@ -121,7 +122,7 @@ def test_both_layouts_are_the_same_head(trained: Job) -> None:
     target = read_model_spec(Path(trained.target))
     folders = [trained.out / "head", trained.out / "head-speculators"]
     specs: list[HeadSpec] = [read_head_spec(folder, target) for folder in folders]
-    wanted = make_head_spec(target, trained.settings.head, small.DRAFTS)
+    wanted = make_head_spec(target, trained.settings.head, training.DRAFTS)
     assert specs == [wanted, wanted]
     heads = [load(trained, folder) for folder in folders]
     states = torch.randn(5, wanted.decoder.hidden_size, dtype=torch.float64)

@@ -35,9 +35,9 @@ from stoop.train.shards import (
 from stoop.train.stages import run_train
 from stoop.train.trainer import Trainer, load_checkpoint
 from stoop.train.workers import run_data
-from train import small
-from train.test_data import documents, write_text_model
-from train.test_trainer import log_of, same, stop_after
+from support import training
+from support.engines import make_llm
+from support.training import documents, log_of, same, stop_after, write_text_model
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
@@ -109,7 +109,7 @@ def test_what_is_ignored_stays_ignored_and_other_threads_need_no_handlers() -> N
 @pytest.fixture
 def job(target: Path, answers: Path, tmp_path: Path) -> Job:
     shutil.copytree(answers, tmp_path / "job" / "data")
-    return small.make_job(target, tmp_path / "job", [], steps=6, log_every=1, eval_every=3)
+    return training.make_job(target, tmp_path / "job", [], steps=6, log_every=1, eval_every=3)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def whole(target: Path, answers: Path, tmp_path_factory: pytest.TempPathFactory)
     """The same, never interrupted."""
     out = tmp_path_factory.mktemp("whole")
     shutil.copytree(answers, out / "data")
-    job = small.make_job(target, out, [], steps=6, log_every=1, eval_every=3)
+    job = training.make_job(target, out, [], steps=6, log_every=1, eval_every=3)
     assert run_train(job)
     return job
 
@@ -265,7 +265,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(text_model: Path) -> LLM:
-    return LLM(str(text_model), device="cpu", max_num_seqs=4, max_model_len=96)
+    return make_llm(text_model, max_num_seqs=4, max_model_len=96)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from stoop.train.settings import DataSettings, Settings
 from stoop.train.shards import INVENTED, ShardStore, load_corpus, read_counts
 from stoop.train.stages import run_train
 from stoop.train.workers import run_data
-from train.test_data import documents, write_text_model
+from support.training import documents, write_text_model
 
 DATA: dict[str, Any] = {"max_answer": 12, "max_len": 400, "max_num_seqs": 4, "invent": 2}
 

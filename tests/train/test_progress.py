@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stoop import LLM
 from stoop.cli import train_display
 from stoop.cli.train_display import Display
 from stoop.train import progress
@@ -14,8 +13,9 @@ from stoop.train.answers import Share, make_data, read_inventions
 from stoop.train.progress import AnswerPace, Combined, Progress, StepPace, Teller, duration
 from stoop.train.settings import DataSettings, Deadline
 from stoop.train.stages import run_train
-from train import small
-from train.test_data import write_text_model
+from support import training
+from support.engines import make_llm
+from support.training import write_text_model
 
 
 class Clock:
@@ -148,7 +148,7 @@ def test_workers_are_shown_as_one() -> None:
 def test_the_data_stage_shows_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SHOW_SECONDS", 0.0)
     folder = write_text_model(tmp_path / "model")
-    llm = LLM(str(folder), device="cpu", max_num_seqs=4, max_model_len=96)
+    llm = make_llm(folder, max_num_seqs=4, max_model_len=96)
     settings = DataSettings(invent=3, max_answer=12, max_len=96, temperature=1.5)
     lines: list[str] = []
     shown: list[Progress | None] = []
@@ -172,7 +172,7 @@ def test_training_shows_every_step(
 ) -> None:
     monkeypatch.setattr(progress, "SHOW_SECONDS", 0.0)
     (tmp_path / "data").symlink_to(answers)
-    job = small.make_job(target, tmp_path, [], steps=4, log_every=50, eval_every=4)
+    job = training.make_job(target, tmp_path, [], steps=4, log_every=50, eval_every=4)
     shown: list[Any] = []
     object.__setattr__(job, "show", shown.append)
     assert run_train(job)

@@ -18,60 +18,30 @@ from typer.testing import CliRunner
 
 from stoop.cli.main import app
 from stoop.config.errors import ConfigError
-from stoop.train import stages
 from stoop.train.job import Job
-from stoop.train.record import read_log
-from stoop.train.settings import Deadline, TrainSettings
+from stoop.train.settings import TrainSettings
 from stoop.train.shards import read_shard
 from stoop.train.stages import run_export, run_train
 from stoop.train.trainer import Trainer, learning_rate, load_checkpoint
 from stoop.train.workers import run_data
-from train import small
+from support import training
+from support.engines import make_llm
+from support.training import log_of, same, stop_after, write_text_model
 
 
 @pytest.fixture
 def job(target: Path, answers: Path, tmp_path: Path) -> Job:
     shutil.copytree(answers, tmp_path / "data")
-    return small.make_job(target, tmp_path, [], steps=6, log_every=2, eval_every=3)
+    return training.make_job(target, tmp_path, [], steps=6, log_every=2, eval_every=3)
 
 
 def changed(job: Job, out: Path | None = None, **changes: Any) -> Job:
     given = {"steps": 6, "log_every": 2, "eval_every": 3, **changes}
-    return small.make_job(Path(job.target), out or job.out, [], **given)
+    return training.make_job(Path(job.target), out or job.out, [], **given)
 
 
 def checkpoint(job: Job) -> dict[str, Any]:
     return load_checkpoint(job.train / "checkpoint.pt")
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """A deadline that comes when so many steps are done."""
-    done = 0
-
-    class Soon(Deadline):
-        @property
-        def over(self) -> bool:
-            nonlocal done
-            done += 1
-            return done > steps
-
-    monkeypatch.setattr(stages, "Deadline", Soon)
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second)
-
-
-def log_of(job: Job) -> list[dict[str, Any]]:
-    clocks = ("tokens_per_s", "memory_gib")
-    entries = read_log(job.train / "log.jsonl")
-    return [{k: v for k, v in entry.items() if k not in clocks} for entry in entries]
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(
@@ -90,7 +60,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(
 
 
 def test_the_time_budget_stops_cleanly(job: Job) -> None:
-    hasty = Job(job.target, job.out, small.make_settings(), job.say)
+    hasty = Job(job.target, job.out, training.make_settings(), job.say)
     object.__setattr__(hasty.settings, "time_budget", 0.0)
     assert not run_train(hasty)
     assert checkpoint(job)["step"] == 0
@@ -99,14 +69,16 @@ def test_the_time_budget_stops_cleanly(job: Job) -> None:
 
 def test_a_budget_that_is_too_short_is_told_early(job: Job) -> None:
     lines: list[str] = []
-    long = replace(job, settings=small.make_settings(steps=20_000, log_every=2), say=lines.append)
+    long = replace(
+        job, settings=training.make_settings(steps=20_000, log_every=2), say=lines.append
+    )
     object.__setattr__(long.settings, "time_budget", 1.5)
     assert not run_train(long)
     (told,) = [line for line in lines if "fit into --time-budget" in line]
     assert "of 20,000 steps" in told and "give --steps" in told
     assert lines.index(told) < 5, "it came late"
     lines.clear()
-    run_train(replace(job, settings=small.make_settings(), say=lines.append, fresh=True))
+    run_train(replace(job, settings=training.make_settings(), say=lines.append, fresh=True))
     assert not any("--time-budget" in line for line in lines)
 
 
@@ -219,7 +191,7 @@ def test_gradients_are_clipped_and_half_precision_has_masters(job: Job) -> None:
 
 
 def test_stages_ask_for_those_before_them(target: Path, tmp_path: Path) -> None:
-    job = small.make_job(target, tmp_path)
+    job = training.make_job(target, tmp_path)
     with pytest.raises(ConfigError, match="run --stage data first"):
         run_train(job)
     with pytest.raises(ConfigError, match="run --stage train first"):
@@ -262,8 +234,6 @@ def test_help_explains_every_setting() -> None:
 def test_the_command_from_prompts_to_a_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from train.test_data import write_text_model
-
     folder, out = write_text_model(tmp_path / "model"), tmp_path / "out"
     (tmp_path / "prompts.txt").write_text("\n".join(f"number {i}" for i in range(12)))
     flags = {
@@ -296,7 +266,7 @@ def test_the_command_from_prompts_to_a_head(
     config = json.loads((out / "head" / "config.json").read_text())
     assert config["draft_vocab_size"] == 64 and config["torch_dtype"] == "bfloat16"
     drafter = {"model": str(out / "head"), "num_speculative_tokens": 2}
-    llm = small.make_llm(folder, speculative_config=drafter)
+    llm = make_llm(folder, max_num_seqs=16, speculative_config=drafter)
     assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].spec is not None
 
 
@@ -305,7 +275,7 @@ def test_training_has_gradients_in_whatever_mode_the_caller_is(
     target: Path, answers: Path, tmp_path: Path, mode: Callable[[], AbstractContextManager]
 ) -> None:
     (tmp_path / "data").symlink_to(answers)
-    job = small.make_job(target, tmp_path)
+    job = training.make_job(target, tmp_path)
     brief = replace(job.settings, train=replace(job.settings.train, steps=2))
     with mode():
         assert run_train(replace(job, settings=brief))

@@ -17,9 +17,9 @@ from stoop.train.head import make_head_spec, new_head, trained
 from stoop.train.packing import Pack, make_pack
 from stoop.train.settings import HeadSettings
 from stoop.train.vocabulary import Vocabulary
-from train import small
+from support import training
 
-DRAFT_IDS = np.arange(4, small.VOCAB, dtype=np.int64)
+DRAFT_IDS = np.arange(4, training.VOCAB, dtype=np.int64)
 DECAY = 0.8
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def make_head(target: LlamaModel, **changes: bool) -> EagleHead:
     settings = HeadSettings(taps="3,0,1", **changes)
     spec: HeadSpec = make_head_spec(target.spec, settings, len(DRAFT_IDS))
-    head = new_head(spec, target, Vocabulary(DRAFT_IDS, small.VOCAB, 1.0), 100, seed=5)
+    head = new_head(spec, target, Vocabulary(DRAFT_IDS, training.VOCAB, 1.0), 100, seed=5)
     generator = torch.Generator().manual_seed(1)
     for weight in trained(head).values():  # norms of one would hide a wrong one
         weight.data += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
@@ -36,13 +36,13 @@ def make_head(target: LlamaModel, **changes: bool) -> EagleHead:
 
 @pytest.fixture(scope="module")
 def model(target: Path) -> LlamaModel:
-    return load_model(small.make_job(target, target).config())
+    return load_model(training.make_job(target, target).config())
 
 
 def documents(seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
     draw = np.random.default_rng(seed)
     lengths = (11, 4, 9, 2)
-    return [draw.integers(0, small.VOCAB, n) for n in lengths], np.array([3, 1, 5, 1])
+    return [draw.integers(0, training.VOCAB, n) for n in lengths], np.array([3, 1, 5, 1])
 
 
 def losses_and_grads(
@@ -55,10 +55,10 @@ def losses_and_grads(
 
 
 def naive(head: EagleHead, target: Path) -> tuple[list[Tensor], list[Tensor]]:
-    twin = small.NaivePasses(head, target, DRAFT_IDS.tolist())
-    each: list[list[Tensor]] = [[] for _ in range(small.PASSES)]
+    twin = training.NaivePasses(head, target, DRAFT_IDS.tolist())
+    each: list[list[Tensor]] = [[] for _ in range(training.PASSES)]
     for tokens, prompt_len in zip(*documents(), strict=True):
-        for number, found in enumerate(twin.losses(tokens.tolist(), prompt_len, small.PASSES)):
+        for number, found in enumerate(twin.losses(tokens.tolist(), prompt_len, training.PASSES)):
             each[number] += found
     losses = [torch.stack(found).mean() for found in each]
     total = sum(DECAY**number * loss for number, loss in enumerate(losses))
@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_those_of_the_naive_passes(
     model: LlamaModel, target: Path, flags: dict[str, bool]
 ) -> None:
     head = make_head(model, **flags)
-    pack = make_pack(*documents(), small.PASSES, CPU)
+    pack = make_pack(*documents(), training.PASSES, CPU)
     assert distance(losses_and_grads(head, model, pack), naive(head, target)) < 1e-9
 
 
@@ -94,8 +94,8 @@ SHIFTS = {
 @pytest.mark.parametrize("mutant", SHIFTS)
 def test_a_shift_by_one_is_noticed(model: LlamaModel, target: Path, mutant: str) -> None:
     head = make_head(model)
-    pack = make_pack(*documents(), small.PASSES, CPU)
-    wrong = small.mutated(unroll, *SHIFTS[mutant])
+    pack = make_pack(*documents(), training.PASSES, CPU)
+    wrong = training.mutated(unroll, *SHIFTS[mutant])
     assert distance(losses_and_grads(head, model, pack, wrong), naive(head, target)) > 1e-3
 
 
@@ -114,14 +114,14 @@ def test_a_wrong_attention_pattern_is_noticed(
     model: LlamaModel, target: Path, mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = make_head(model)
-    pack = make_pack(*documents(), small.PASSES, CPU)
-    wrong = small.mutated(attention, *PATTERNS[mutant])
+    pack = make_pack(*documents(), training.PASSES, CPU)
+    wrong = training.mutated(attention, *PATTERNS[mutant])
     monkeypatch.setattr(unroll, "UnrolledContext", wrong.UnrolledContext)
     assert distance(losses_and_grads(head, model, pack), naive(head, target)) > 1e-3
 
 
 def test_a_pack_is_its_documents_one_at_a_time(model: LlamaModel) -> None:
-    head, passes = make_head(model), small.PASSES
+    head, passes = make_head(model), training.PASSES
     texts, prompt_lens = documents()
     together = unroll.make_lesson(model, head, make_pack(texts, prompt_lens, passes, CPU), None)
     all_labels, accepted = [], []

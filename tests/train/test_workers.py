@@ -6,22 +6,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stoop.config.errors import ConfigError
 from stoop.train.answers import INVENTED, Inventions, Share
-from stoop.train.job import Job
 from stoop.train.prompts import Prompt
-from stoop.train.settings import DataSettings, Settings
 from stoop.train.shards import ShardStore, load_corpus, read_counts
 from stoop.train.workers import run_data
-from train.test_data import documents, write_text_model
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+from support.training import documents, make_data_job, write_text_model
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +29,10 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def job(target: Path, out: Path, **data: Any) -> Job:
-    settings = DataSettings(
-        **{"max_answer": 12, "max_len": 400, "greedy_share": 0.0, "max_num_seqs": 4, **data}
-    )
-    return Job(str(target), out, Settings(data=settings, device="cpu"), say)
-
-
 def test_two_workers_make_what_one_makes(target: Path, prompts: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    run_data(job(target, one), [prompts])
-    run_data(job(target, two, workers=2, invent=3), [prompts])
+    run_data(make_data_job(target, one), [prompts])
+    run_data(make_data_job(target, two, workers=2, invent=3), [prompts])
     invented = [path / "invented.jsonl" for path in (two / "data", two / "data" / "part-1")]
     numbers = [
         json.loads(line)["attempt"] for path in invented for line in path.read_text().splitlines()
@@ -57,7 +43,7 @@ def test_two_workers_make_what_one_makes(target: Path, prompts: Path, tmp_path: 
     assert len(given) == 20 and set(given) < set(found)
     assert read_counts(two / "data")["answers"] == len(found)
     # One alone goes on where both stopped, and finds nothing left to do.
-    run_data(job(target, two, invent=3), [prompts])
+    run_data(make_data_job(target, two, invent=3), [prompts])
     assert documents(two / "data") == found
 
 
@@ -73,7 +59,9 @@ def test_workers_that_fail_are_named(
     target: Path, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="0 with status 2, 1 with status 2"):
-        run_data(job(target, tmp_path / "out", workers=2, kv_cache_memory="1000"), [prompts])
+        run_data(
+            make_data_job(target, tmp_path / "out", workers=2, kv_cache_memory="1000"), [prompts]
+        )
     assert "[1] error: the KV cache would hold" in capfd.readouterr().err
 
 
@@ -83,7 +71,7 @@ def test_what_was_invented_is_neither_lost_nor_invented_again(
     """One worker, then two, then one."""
     data = tmp_path / "data"
     for workers, wanted in ((1, 3), (2, 7), (1, 7), (1, 9)):
-        run_data(job(target, tmp_path, workers=workers, invent=wanted), [prompts])
+        run_data(make_data_job(target, tmp_path, workers=workers, invent=wanted), [prompts])
         paths = [path for path in (data / INVENTED, data / "part-1" / INVENTED) if path.exists()]
         lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
         attempts = [line["attempt"] for line in lines]
@@ -100,7 +88,7 @@ def test_answers_of_another_target_are_refused_before_anybody_works(
     store.flush(1.0)
     for workers in (1, 2):
         with pytest.raises(ConfigError, match="holds answers of target 'other'"):
-            run_data(job(target, tmp_path, workers=workers), [prompts])
+            run_data(make_data_job(target, tmp_path, workers=workers), [prompts])
     assert not (tmp_path / "data" / "manifest.json").exists()
 
 
@@ -120,11 +108,12 @@ SLOW = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
-from train.test_workers import job
+from support.training import make_data_job
 from stoop.train.workers import run_data
 
 if __name__ == "__main__":
-    run_data(job(Path({target!r}), Path({out!r}), workers=2, answers=4000), [Path({prompts!r})])
+    job = make_data_job(Path({target!r}), Path({out!r}), workers=2, answers=4000)
+    run_data(job, [Path({prompts!r})])
 """
 
 

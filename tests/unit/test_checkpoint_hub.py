@@ -13,8 +13,7 @@ from huggingface_hub import errors as hub_errors
 from stoop.checkpoint import hub
 from stoop.checkpoint.fetch import pull, resolve_model
 from stoop.config.errors import FetchError
-
-COMMIT = "a" * 40
+from support.hub_cache import COMMIT, put_into_cache
 
 
 @pytest.fixture(autouse=True)
@@ -148,19 +147,6 @@ def test_the_size_is_said_before_a_download(
     assert asked == ["org/name"] * 2
     resolve_model("org/name")  # a start does not ask for sizes of what is here
     assert len(asked) == 2
-
-
-def put_into_cache(hub_cache: Path, files: dict[str, bytes]) -> Path:
-    folder = hub_cache / "models--org--name"
-    (folder / "refs").mkdir(parents=True, exist_ok=True)
-    (folder / "refs" / "main").write_text(COMMIT)
-    (folder / "blobs").mkdir(exist_ok=True)
-    snapshot_folder = folder / "snapshots" / COMMIT
-    snapshot_folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / "blobs" / name).write_bytes(content)
-        (snapshot_folder / name).symlink_to(f"../../blobs/{name}")
-    return folder
 
 
 @pytest.mark.parametrize(

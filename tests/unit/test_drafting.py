@@ -7,21 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slot_state import (
-    BLOCK,
-    MAX_LEN,
-    MAX_TOKENS,
-    NUM_DRAFTS,
-    POISON,
-    SLOTS,
-    Row,
-    Snapshot,
-    no_stops,
-    planned,
-    poisoned_buffers,
-    random_rows,
-    random_state,
-)
 
 from stoop.batch.input_batch import InputBuffers
 from stoop.ops.drafting import (
@@ -40,6 +25,21 @@ from stoop.ops.sampling import (
     apply_top_k_top_p_,
     draw,
     temper_,
+)
+from support.slot_state import (
+    BLOCK,
+    MAX_LEN,
+    MAX_TOKENS,
+    NUM_DRAFTS,
+    POISON,
+    SLOTS,
+    Row,
+    Snapshot,
+    no_stops,
+    planned,
+    poisoned_buffers,
+    random_rows,
+    random_state,
 )
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)

@@ -4,11 +4,11 @@ import random
 from typing import Any
 
 import pytest
-from helpers import tiny_spec
 
 from stoop.config.check import check_options
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
+from support.specs import tiny_spec
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8"}, "float8"),

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from helpers import tiny_spec
 
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
+from support.specs import tiny_spec
 
 
 def resolved(device: str, **options: Any) -> Any:

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from heads_world import (
+from torch import Tensor
+
+from stoop.attention.base import AttentionShape
+from stoop.config.errors import CheckpointError
+from stoop.config.schema import HeadSpec
+from stoop.models.eagle import EagleHead
+from stoop.models.head_config import canonical_names, read_head_spec
+from stoop.models.llama import LlamaModel
+from stoop.ops.rope import HeadNorms, Rotation
+from stoop.ops.rope import rotate as turn_heads
+from support.head_layouts import (
     DIM,
     DRAFT,
     DRAFTING,
@@ -38,16 +48,6 @@ from heads_world import (
     write,
     write_layout,
 )
-from torch import Tensor
-
-from stoop.attention.base import AttentionShape
-from stoop.config.errors import CheckpointError
-from stoop.config.schema import HeadSpec
-from stoop.models.eagle import EagleHead
-from stoop.models.head_config import canonical_names, read_head_spec
-from stoop.models.llama import LlamaModel
-from stoop.ops.rope import HeadNorms, Rotation
-from stoop.ops.rope import rotate as turn_heads
 
 
 @every_layout

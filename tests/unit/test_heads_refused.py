@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from heads_world import (
+from safetensors.torch import save_file
+
+from stoop.checkpoint.weights import WeightReader
+from stoop.config.errors import CheckpointError, ConfigError
+from stoop.config.schema import HeadSpec
+from stoop.models.head_config import read_head_spec
+from stoop.models.head_loader import load_head
+from support.head_layouts import (
     DIM,
     DRAFT,
     DRAFTING,
@@ -30,13 +37,6 @@ from heads_world import (
     speculators,
     write,
 )
-from safetensors.torch import save_file
-
-from stoop.checkpoint.weights import WeightReader
-from stoop.config.errors import CheckpointError, ConfigError
-from stoop.config.schema import HeadSpec
-from stoop.models.head_config import read_head_spec
-from stoop.models.head_loader import load_head
 
 # What is done to a good head of EAGLE-3 with d2t, and the sentence that refuses it.
 Harm = Callable[[Config, Tensors], object]

@@ -9,7 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slot_state import (
+
+from stoop.batch.input_batch import InputBuffers
+from stoop.ops.inputs import (
+    PADDING,
+    TOKEN_BUFFERS,
+    SlotTensors,
+    StepTensors,
+    StopTensors,
+    commit_tokens,
+)
+from stoop.ops.kv_store import store_kv
+from support.slot_state import (
     BLOCK,
     CPU,
     MAX_BLOCKS,
@@ -27,17 +38,6 @@ from slot_state import (
     random_state,
     random_stops,
 )
-
-from stoop.batch.input_batch import InputBuffers
-from stoop.ops.inputs import (
-    PADDING,
-    TOKEN_BUFFERS,
-    SlotTensors,
-    StepTensors,
-    StopTensors,
-    commit_tokens,
-)
-from stoop.ops.kv_store import store_kv
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 

@@ -14,15 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    GREEDY,
-    VOCAB,
-    generate_ids,
-    make_llm,
-    make_request,
-    make_rules,
-    run_requests,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoop import SamplingParams
@@ -32,6 +23,9 @@ from stoop.core.step import Admission, BlockAppend
 from stoop.sampling.verifier import Verdict
 from stoop.worker.output import Outcome, OutcomeRing
 from stoop.worker.profiling import run_dummy_step
+from support.engines import generate_ids
+from support.scheduling import GREEDY, make_request, make_rules
+from support.tiny_llama import VOCAB, make_tiny_llm, run_requests
 
 PROMPTS = [[5, 6, 7], list(range(11, 24)), [5, 6, 7, 8, 9, 10, 11, 12, 13], [99]]
 GREEDY_24 = SamplingParams(temperature=0.0, max_tokens=24)
@@ -44,7 +38,7 @@ def greedy_requests(prefix: str = "r", max_tokens: int = 24) -> list[Request]:
 @pytest.fixture(scope="module")
 def greedy_answers() -> list[list[int]]:
     """One request at a time, in an engine with room for all."""
-    llm = make_llm(max_num_seqs=1, enable_prefix_caching=False)
+    llm = make_tiny_llm(max_num_seqs=1, enable_prefix_caching=False)
     return [generate_ids(llm, [prompt], GREEDY_24)[0] for prompt in PROMPTS]
 
 
@@ -67,7 +61,9 @@ def check_counters(engine: Any, *, drained: bool) -> None:
 
 @pytest.mark.parametrize("num_kv_blocks", [128, 18])
 def test_invariant_15_host_counters_bound_device_counters(num_kv_blocks: int) -> None:
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=6, num_kv_blocks=num_kv_blocks).engine
+    engine = make_tiny_llm(
+        max_num_seqs=4, max_num_batched_tokens=6, num_kv_blocks=num_kv_blocks
+    ).engine
     for request in greedy_requests():
         engine.scheduler.add(request)
     num_checks = 0
@@ -91,7 +87,7 @@ def test_invariant_15_host_counters_bound_device_counters(num_kv_blocks: int) ->
 def test_invariant_15_bounds_hold_with_steps_under_way(num_kv_blocks: int, ahead: int) -> None:
     """Drafts make the bounds loose; the device's numbers stay within them."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    llm = make_llm(
+    llm = make_tiny_llm(
         max_num_seqs=4,
         max_num_batched_tokens=16,
         num_kv_blocks=num_kv_blocks,
@@ -163,7 +159,7 @@ def plain_request(kind: str) -> Request:
 
 def test_invariant_16_a_like_request_in_the_same_slot_is_sampled_by_its_own_rules() -> None:
     """The batch looks the same from one step to the next: one row of one token."""
-    llm = make_llm(max_num_seqs=1, enable_prefix_caching=False)
+    llm = make_tiny_llm(max_num_seqs=1, enable_prefix_caching=False)
     params = [
         SamplingParams(temperature=0.0, max_tokens=1),
         *(SamplingParams(temperature=3.0, seed=seed, max_tokens=1) for seed in range(4)),
@@ -172,7 +168,7 @@ def test_invariant_16_a_like_request_in_the_same_slot_is_sampled_by_its_own_rule
         SamplingParams(temperature=0.0, max_tokens=1),
     ]
     fresh = [
-        generate_ids(make_llm(max_num_seqs=1, enable_prefix_caching=False), [[5]], each)[0]
+        generate_ids(make_tiny_llm(max_num_seqs=1, enable_prefix_caching=False), [[5]], each)[0]
         for each in params
     ]
     assert generate_ids(llm, [[5]] * len(params), params) == fresh
@@ -182,8 +178,8 @@ def test_invariant_16_a_like_request_in_the_same_slot_is_sampled_by_its_own_rule
 @pytest.mark.parametrize("kind", PLAIN)
 def test_invariant_16_reused_slots_keep_nothing_of_their_former_holder(kind: str) -> None:
     options = {"max_num_seqs": 1, "enable_prefix_caching": False}
-    fresh = run_requests(make_llm(**options).engine, [plain_request(kind)])
-    engine = make_llm(**options).engine
+    fresh = run_requests(make_tiny_llm(**options).engine, [plain_request(kind)])
+    engine = make_tiny_llm(**options).engine
     run_requests(engine, [laden_request("laden")])
     assert run_requests(engine, [plain_request(kind)]) == fresh
 
@@ -192,7 +188,7 @@ def test_invariant_16_every_parameter_of_a_slot_is_rewritten() -> None:
     """After a laden holder, a plain one's row is as in a fresh engine, up to its live length."""
     rows = []
     for requests in ([plain_request("seeded")], [laden_request("l"), plain_request("seeded")]):
-        engine = make_llm(max_num_seqs=1, enable_prefix_caching=False).engine
+        engine = make_tiny_llm(max_num_seqs=1, enable_prefix_caching=False).engine
         run_requests(engine, requests)
         state = engine.runner.target.sampling_state
         counts = {"stop_ids": state.stop_counts, "bias_ids": state.bias_counts}
@@ -215,7 +211,7 @@ def test_invariant_16_every_parameter_of_a_slot_is_rewritten() -> None:
 def test_invariant_17_preempted_answers_equal_uninterrupted_ones(
     greedy_answers: list[list[int]], prefix_caching: bool, budget: int | None
 ) -> None:
-    llm = make_llm(
+    llm = make_tiny_llm(
         max_num_seqs=4,
         num_kv_blocks=18,
         max_num_batched_tokens=budget,
@@ -228,7 +224,7 @@ def test_invariant_17_preempted_answers_equal_uninterrupted_ones(
 def test_invariant_17_chunks_and_cached_prefixes_change_nothing(
     greedy_answers: list[list[int]],
 ) -> None:
-    llm = make_llm(max_num_seqs=4, max_num_batched_tokens=4)
+    llm = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=4)
     for _ in range(2):
         assert generate_ids(llm, PROMPTS, GREEDY_24) == greedy_answers
     assert llm.metrics()["prefix_cache_hit_tokens"] > 0
@@ -253,7 +249,7 @@ def test_invariant_18_each_step_stages_from_arrays_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No host array is written again by a later step, so a copy under way reads what was meant."""
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=8).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=8).engine
     buffers = engine.runner.target.buffers
     seen: list[tuple[np.ndarray, np.ndarray]] = []
     copy_in = buffers._copy_in
@@ -290,7 +286,7 @@ def test_invariant_18_an_outcome_is_not_written_over_before_it_is_read() -> None
 
 
 def test_invariant_18_a_plan_is_not_changed_by_later_scheduling() -> None:
-    engine = make_llm(max_num_seqs=4, num_kv_blocks=18).engine
+    engine = make_tiny_llm(max_num_seqs=4, num_kv_blocks=18).engine
     for request in greedy_requests():
         engine.scheduler.add(request)
     plans = []
@@ -370,7 +366,7 @@ def mixed_requests() -> list[Request]:
 
 def run_phases(guarded: str, requests: list[Request]) -> int:
     """Steps run with one phase under guard."""
-    engine = make_llm(max_num_seqs=8).engine
+    engine = make_tiny_llm(max_num_seqs=8).engine
     runner, scheduler = engine.runner, engine.scheduler
     for request in requests:
         scheduler.add(request)
@@ -400,7 +396,7 @@ def test_invariant_20_phases_do_not_wait_for_the_device(phase: str) -> None:
 
 def test_invariant_21_prompt_tail_is_not_overwritten_by_a_sampled_token() -> None:
     """Every row gets a token from the sampler; only a prompt's last chunk may keep it."""
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=4).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=4).engine
     requests = [make_request("a", range(20, 40), 4), make_request("b", [1, 2], 12)]
     slots = engine.runner.target.state.tensors
 
@@ -414,7 +410,7 @@ def test_invariant_21_prompt_tail_is_not_overwritten_by_a_sampled_token() -> Non
 
 
 def test_invariant_22_chunks_before_the_last_sample_nothing() -> None:
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=4).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=4).engine
     request = make_request("a", range(20, 33), 2)
     engine.scheduler.add(request)
     found = []
@@ -436,7 +432,7 @@ def test_invariant_23_results_of_freed_rows_are_discarded(
     greedy_answers: list[list[int]],
 ) -> None:
     """An abort while a step is under way; its slot and blocks go to the next at once."""
-    engine = make_llm(max_num_seqs=1, num_kv_blocks=18, enable_prefix_caching=False).engine
+    engine = make_tiny_llm(max_num_seqs=1, num_kv_blocks=18, enable_prefix_caching=False).engine
     scheduler = engine.scheduler
     doomed = make_request("doomed", range(60, 80), 24)
     follower = make_request("follower", PROMPTS[0], 24)
@@ -454,7 +450,7 @@ def test_invariant_23_results_of_freed_rows_are_discarded(
 
 
 def test_invariant_25_oversize_writes_raise() -> None:
-    runner = make_llm(max_num_seqs=2).engine.runner
+    runner = make_tiny_llm(max_num_seqs=2).engine.runner
     limit = runner.config.schedule.max_model_len
     too_long = Admission(0, [1] * (limit + 1), 1, 0, make_rules())
     with pytest.raises(IndexError):
@@ -467,7 +463,7 @@ def test_invariant_25_oversize_writes_raise() -> None:
 
 
 def test_invariant_25_positions_stay_below_the_model_limit() -> None:
-    engine = make_llm(max_num_seqs=4, max_model_len=20, num_kv_blocks=32).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_model_len=20, num_kv_blocks=32).engine
     requests = [make_request(f"r{i}", range(1, n + 1), 1000) for i, n in enumerate((19, 18, 3))]
     step, highest = engine.runner.target.buffers.step, []
     run_requests(engine, requests, between=lambda: highest.append(int(step.positions.max())))
@@ -480,7 +476,7 @@ def test_invariant_25_positions_stay_below_the_model_limit() -> None:
 
 
 def test_invariant_26_only_confirmed_tokens_enter_the_prefix_cache() -> None:
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=6).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=6).engine
     scheduler = engine.scheduler
     for request in greedy_requests():
         scheduler.add(request)
@@ -524,7 +520,7 @@ def poison(engine: Any, blocks: list[int]) -> None:
 def test_invariant_27_the_null_block_is_neither_written_nor_read(
     greedy_answers: list[list[int]], value: float
 ) -> None:
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=6, num_kv_blocks=18).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=6, num_kv_blocks=18).engine
     for cache in engine.runner.kv_caches:
         cache[:, 0] = value
     before = [cache[:, 0].clone() for cache in engine.runner.kv_caches]
@@ -539,7 +535,7 @@ def test_invariant_27_free_blocks_are_never_read(
     greedy_answers: list[list[int]], prefix_caching: bool
 ) -> None:
     """NaN in every block that nobody holds and nobody may find again, before every step."""
-    engine = make_llm(
+    engine = make_tiny_llm(
         max_num_seqs=4,
         max_num_batched_tokens=6,
         num_kv_blocks=18,
@@ -559,7 +555,7 @@ def test_invariant_27_places_past_a_requests_end_are_never_read(
     greedy_answers: list[list[int]],
 ) -> None:
     """NaN in the unused rest of every held block."""
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=6).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=6).engine
 
     def poison_rest() -> None:
         for request in engine.scheduler.running:
@@ -574,7 +570,7 @@ def test_invariant_27_places_past_a_requests_end_are_never_read(
 def test_invariant_29_dummy_runs_leave_the_cache_and_live_slots_alone(
     greedy_answers: list[list[int]],
 ) -> None:
-    engine = make_llm(max_num_seqs=4, max_num_batched_tokens=32, num_kv_blocks=18).engine
+    engine = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=32, num_kv_blocks=18).engine
     runner = engine.runner
 
     def everything() -> list[torch.Tensor]:
@@ -598,7 +594,7 @@ def test_invariant_29_dummy_runs_leave_the_cache_and_live_slots_alone(
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
 def test_invariant_37_broken_logits_give_tokens_in_range(value: float) -> None:
-    engine = make_llm(max_num_seqs=4).engine
+    engine = make_tiny_llm(max_num_seqs=4).engine
     model = engine.runner.model
     logits = model.logits
     model.logits = lambda hidden: torch.full_like(logits(hidden), value)
@@ -617,8 +613,8 @@ def test_invariant_37_broken_logits_give_tokens_in_range(value: float) -> None:
 
 def test_bad_words_with_chunked_prompts() -> None:
     prompt = list(range(20, 50))
-    whole = make_llm(max_num_seqs=2, max_num_batched_tokens=64).engine
-    chunks = make_llm(max_num_seqs=2, max_num_batched_tokens=8).engine
+    whole = make_tiny_llm(max_num_seqs=2, max_num_batched_tokens=64).engine
+    chunks = make_tiny_llm(max_num_seqs=2, max_num_batched_tokens=8).engine
     answers = [
         run_requests(engine, [make_request("a", prompt, 8, bad_words=[(80,), (6, 6)])])
         for engine in (whole, chunks)
@@ -627,7 +623,7 @@ def test_bad_words_with_chunked_prompts() -> None:
 
 
 def test_a_stream_survives_another_call_in_between() -> None:
-    llm = make_llm(max_num_seqs=4)
+    llm = make_tiny_llm(max_num_seqs=4)
     stream = llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=5))
     next(stream)
     llm.generate([[4, 5]], GREEDY_24, use_tqdm=False)

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from helpers import tiny_spec
-
 from stoop.core.kv_layout import KVLayout
+
+from support.specs import tiny_spec
 
 
 def test_a_drafters_layers_follow_the_targets() -> None:

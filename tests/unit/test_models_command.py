@@ -12,14 +12,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from test_checkpoint_fetch import write_tiny_gguf
-from test_checkpoint_hub import put_into_cache
 from typer.testing import CliRunner, Result
 
 from stoop.checkpoint import cache, inventory
 from stoop.checkpoint.fetch import resolve_model
 from stoop.cli.main import app
 from stoop.config.errors import ConfigError, FetchError
+from support.gguf_files import write_tiny_gguf
+from support.hub_cache import put_into_cache
 
 INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
 

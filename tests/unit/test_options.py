@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_spec
 
 from stoop import EngineArgs
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
 from stoop.config.schema import Config, EngineOptions
 from stoop.config.vllm_names import CALL_ARGS, ENGINE_ARGS, PROMPT_KEYS, SAMPLING_ARGS, Foreign
+from support.specs import tiny_spec
 
 
 def resolved(device: str = "cpu", **options: Any) -> Config:

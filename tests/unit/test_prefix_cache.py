@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from helpers import make_request, make_scheduler, result_of, rows_of, step
 
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import RowResult, StepResult
 from stoop.scheduler import prefix_cache as prefix_cache_module
 from stoop.scheduler.prefix_cache import block_digest
 from stoop.scheduler.scheduler import Scheduler
+from support.scheduling import make_request, make_scheduler, result_of, rows_of, step
 
 A, B, X = [1, 1], [2, 2], [3, 3]
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_spec
+from stoop.core.kv_layout import KVLayout
 
 from stoop.cli.failures import explain
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.resolve import make_options, resolve
 from stoop.config.schema import Config
-from stoop.core.kv_layout import KVLayout
 from stoop.models.loader import build_model
 from stoop.worker import memory
 from stoop.worker.memory import check_room, weight_bytes
+from support.specs import tiny_spec
 
 
 def config(**options: Any) -> tuple[Config, KVLayout]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -21,6 +20,7 @@ from stoop.core.step import Admission
 from stoop.ops import sampling as ops
 from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
+from support.scheduling import make_rules
 
 CPU = torch.device("cpu")
 VOCAB = 16

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import VOCAB, generate_ids, hf_logits, make_llm
 from scipy import stats
 
 from stoop import SamplingParams
+from support.engines import generate_ids
+from support.tiny_llama import VOCAB, hf_logits, make_tiny_llm
 
 HF_ERROR = 1e-5  # transformers rotates in float32, in float64 models too
 PROMPTS = [
@@ -28,7 +29,7 @@ SEEDED = [
 
 @pytest.fixture(scope="module")
 def roomy() -> Any:
-    return make_llm(max_num_seqs=8)
+    return make_tiny_llm(max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_seeded_answers_do_not_depend_on_the_batch(roomy: Any, alone: list[list[
 
 
 def test_seeded_answers_do_not_depend_on_chunks(alone: list[list[int]]) -> None:
-    llm = make_llm(max_num_seqs=4, max_num_batched_tokens=5)
+    llm = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=5)
     assert generate_ids(llm, PROMPTS, SEEDED) == alone
     assert generate_ids(llm, PROMPTS, SEEDED) == alone  # now from the prefix cache
     assert llm.metrics()["prefix_cache_hit_tokens"] > 0
@@ -61,7 +62,7 @@ def test_seeded_answers_do_not_depend_on_chunks(alone: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_seeded_answers_survive_preemption(alone: list[list[int]], prefix_caching: bool) -> None:
-    llm = make_llm(max_num_seqs=5, num_kv_blocks=18, enable_prefix_caching=prefix_caching)
+    llm = make_tiny_llm(max_num_seqs=5, num_kv_blocks=18, enable_prefix_caching=prefix_caching)
     assert generate_ids(llm, PROMPTS, SEEDED) == alone
     assert llm.metrics()["num_preemptions"] > 0
 
@@ -109,7 +110,7 @@ FLAT = 0.08  # a model whose next token is far from certain
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_generated_tokens_follow_the_models_own_distribution(temperature: float) -> None:
     """Many seeds, first and second token, against the softmax of another implementation."""
-    llm = make_llm(FLAT, max_num_seqs=128)
+    llm = make_tiny_llm(FLAT, max_num_seqs=128)
     prompt = [3, 1, 4, 1, 5, 9]
     params = [
         SamplingParams(n=128, seed=1000 + i, temperature=temperature, max_tokens=2)
@@ -154,7 +155,7 @@ def test_logprobs_are_those_of_the_raw_logits(roomy: Any, asked: int) -> None:
 @pytest.mark.parametrize("budget", [None, 5])
 @pytest.mark.parametrize("asked", [0, 2, -1])
 def test_prompt_logprobs_are_those_of_the_raw_logits(asked: int, budget: int | None) -> None:
-    llm = make_llm(max_num_seqs=4, max_num_batched_tokens=budget)
+    llm = make_tiny_llm(max_num_seqs=4, max_num_batched_tokens=budget)
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=asked)
     prompt = PROMPTS[1]
     for _ in range(2):  # the second time the prefix is known, and still scored

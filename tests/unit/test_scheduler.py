@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from helpers import make_request, make_scheduler, result_of, rows_of, step
 
 from stoop.config.errors import RequestError
 from stoop.core.request import RequestStatus
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import RowResult, StepPlan, StepResult
 from stoop.scheduler.scheduler import Scheduler
+from support.scheduling import make_request, make_scheduler, result_of, rows_of, step
 
 
 def test_prompt_then_one_token_a_step() -> None:

@@ -7,13 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from scheduler_world import (
-    BookkeepingWorker,
-    World,
-    run_ahead_world,
-    run_traffic,
-    run_traffic_of_all_kinds,
-)
 
 from stoop.core.request import Request
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
@@ -22,6 +15,13 @@ from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 from stoop.scheduler.scheduler import Scheduler, _Draft
+from support.scheduler_simulation import (
+    BookkeepingWorker,
+    World,
+    run_ahead_world,
+    run_traffic,
+    run_traffic_of_all_kinds,
+)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler_world import (
+
+from stoop.scheduler import prefix_cache as prefix_cache_module
+from support.scheduler_simulation import (
     CROWDED,
     TIGHT,
     TIGHT_SPECULATIVE,
@@ -15,8 +17,6 @@ from scheduler_world import (
     run_ahead_world,
     run_traffic,
 )
-
-from stoop.scheduler import prefix_cache as prefix_cache_module
 
 
 @pytest.mark.parametrize("chunk", range(4))

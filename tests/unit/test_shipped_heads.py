@@ -1,7 +1,6 @@
 """Heads that come with stoop: how one is put there, and that those that are there fit."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ship_head
 from stoop.checkpoint import shipped
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.fingerprint import take_fingerprint
@@ -17,9 +17,6 @@ from stoop.checkpoint.gguf import LAYER_NAMES, OUTER_NAMES
 from stoop.checkpoint.shipped import SHIPPED, acceptance_lengths, shipped_head
 from stoop.checkpoint.weights import WeightReader
 from stoop.models.toy import write_target
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import ship_head
 
 
 def row(

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from helpers import tiny_spec
 
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
@@ -19,6 +18,7 @@ from stoop.config.speculation import (
     parse_speculation,
     settle_speculation,
 )
+from support.specs import tiny_spec
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 HEAD = {"model": "folder", "num_speculative_tokens": 3}

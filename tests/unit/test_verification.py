@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from slot_state import CPU
 
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
@@ -23,6 +21,8 @@ from stoop.ops.random import Purpose, gumbel, uniform
 from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 from stoop.sampling.state import SamplingState
 from stoop.sampling.verifier import Verdict, Verifier
+from support.scheduling import make_rules
+from support.slot_state import CPU
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=150)
 SEEDS = st.integers(0, 2**32)

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import write_tokenizer
-from fakes import edit_json, make_model
-from heads_world import LAYOUTS, TARGET, write_layout
 
 from stoop import LLM
 from stoop.checkpoint.fetch import resolve_model
@@ -21,6 +18,9 @@ from stoop.models.head_config import proposed_drafts, read_head_spec
 from stoop.models.hf_config import read_model_spec
 from stoop.models.loader import load_model
 from stoop.text.tokenizer import Tokenizer
+from support.byte_tokenizer import write_tokenizer
+from support.checkpoints import edit_json, make_model
+from support.head_layouts import LAYOUTS, TARGET, write_layout
 
 # One or two of each JSON type, and numbers that no machine can serve.
 VALUES: list[Any] = [

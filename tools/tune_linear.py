@@ -1,6 +1,6 @@
 """Times of products of few tokens, by cuBLAS and by the best of ours, and of whole models' chains.
 
-On a CUDA device: PYTHONPATH=.:tests python tests/gpu/tune_linear.py
+On a CUDA device: PYTHONPATH=. python tools/tune_linear.py
 """
 
 import json

@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from stoop import LLM, SamplingParams
+from support.engines import make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=26, ignore_eos=True, logprobs=0)
 NOISE = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, logprobs=0)
@@ -23,14 +24,11 @@ FULL = SamplingParams(
 )
 
 SETTINGS: dict[str, Any] = {
-    "dtype": "float64",
-    "device": "cpu",
     "max_model_len": 160,
     "max_num_seqs": 6,
     "max_num_batched_tokens": 48,
     "block_size": 8,
     "num_kv_blocks": 22,  # too few for all: some are preempted
-    "skip_tokenizer_init": True,
     "capture_sizes": "1,2,4,6,16,48",
 }
 LENGTHS = (1, 7, 8, 9, 100, 33, 60, 16)
@@ -42,11 +40,7 @@ class Answers:
     logprobs: list[list[float]]
 
 
-def make_llm(folder: Path, **options: Any) -> LLM:
-    settings = SETTINGS | options
-    if settings.get("graph_mode", "none") == "none":
-        del settings["capture_sizes"]
-    return LLM(str(folder), **settings)
+make_graph_llm = partial(make_llm, **SETTINGS)
 
 
 def prompts(vocab_size: int = 128) -> list[list[int]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes import CheckpointStore
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,6 +21,8 @@ from stoop.core.outputs import RequestOutput
 from stoop.core.step import StepPlan
 from stoop.models import toy
 from stoop.worker.output import LaunchedStep
+from support.checkpoints import CheckpointStore
+from support.engines import make_llm
 
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 BACKENDS = ("reference", "hostplan")
@@ -29,14 +30,12 @@ KS = (1, 2, 3, 5, 8)
 
 MAX_LEN = 72
 SETTINGS: dict[str, Any] = {
-    "dtype": "float64",
-    "device": "cpu",
     "max_model_len": MAX_LEN,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 40,
     "block_size": 8,
     "num_kv_blocks": 16,  # too few for four long ones: some are preempted
-    "skip_tokenizer_init": True,
+    "capture_sizes": "1,2,4,40",
 }
 
 RANDOM_HEAD: dict[str, Any] = {
@@ -209,15 +208,13 @@ class Trace:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-def make_llm(drafter: Drafter, num_tokens: int, **options: Any) -> LLM:
-    """num_tokens: 0 for plain decoding"""
-    settings = SETTINGS | options
-    sc = settings.pop("spec", {})
-    if settings.get("graph_mode", "none") != "none":
-        settings.setdefault("capture_sizes", "1,2,4,40")
+def make_spec_llm(
+    drafter: Drafter, num_tokens: int, spec: dict[str, Any] | None = None, **options: Any
+) -> LLM:
+    """num_tokens: 0 for plain decoding; spec: more of the speculative config"""
     if num_tokens:
-        settings["speculative_config"] = drafter.config(num_tokens, **sc)
-    return LLM(str(drafter.target), **settings)
+        options["speculative_config"] = drafter.config(num_tokens, **spec or {})
+    return make_llm(drafter.target, **SETTINGS | options)
 
 
 def watch_drafts(llm: LLM, trace: Trace) -> None:

@@ -1,25 +1,31 @@
 """A tiny float64 target, answers of it in shards, and a slow twin of the unrolled passes."""
 
 import math
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
-from spec import small_models
-from spec.reference_drafter import TargetReference, linear, rms_norm, rotate
 from torch import Tensor
 
-from stoop import LLM, SamplingParams
+from stoop import SamplingParams
 from stoop.config.schema import HeadSpec
 from stoop.models.eagle import EagleHead
 from stoop.models.hf_config import read_model_spec
+from stoop.train import stages
 from stoop.train.head import trained
 from stoop.train.job import Job
-from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSettings
-from stoop.train.shards import ShardStore
+from stoop.train.record import read_log
+from stoop.train.settings import DataSettings, Deadline, HeadSettings, Settings, TrainSettings
+from stoop.train.shards import ShardStore, load_corpus
+from support import small_models
+from support.byte_tokenizer import write_tokenizer
+from support.engines import make_llm
+from support.reference_drafter import TargetReference, linear, rms_norm, rotate
 
 VOCAB, DRAFTS, PASSES = 40, 30, 4
 PROMPT, ANSWER = 5, 30
@@ -29,13 +35,6 @@ def write_target(folder: Path) -> Path:
     return small_models.write_target(folder, VOCAB, seed=3, sureness=3.0, num_layers=3)
 
 
-def make_llm(target: Path, **options: Any) -> LLM:
-    return LLM(
-        str(target),
-        **{"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 16, **options},
-    )
-
-
 def prompts(count: int, seed: int) -> list[list[int]]:
     draw = np.random.default_rng(seed)
     return [draw.integers(0, VOCAB, PROMPT).tolist() for _ in range(count)]
@@ -43,7 +42,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 def write_answers(target: Path, folder: Path, num_drawn: int, num_greedy: int) -> None:
     """Greedy ones are held out: their keys are 0, of the others 9999."""
-    llm = make_llm(target)
+    llm = make_llm(target, max_num_seqs=16)
     store = ShardStore(folder, {"target": str(target), "seed": 0})
     asked = prompts(num_drawn + num_greedy, seed=1)
     params = [
@@ -73,6 +72,59 @@ def make_settings(**changes: Any) -> Settings:
 def make_job(target: Path, out: Path, lines: list[str] | None = None, **changes: Any) -> Job:
     lines = [] if lines is None else lines
     return Job(str(target), out, make_settings(**changes), lines.append)
+
+
+def write_text_model(folder: Path) -> Path:
+    """One token a byte, and a chat template."""
+    small_models.write_target(folder, 258, seed=2, sureness=2.0)
+    write_tokenizer(folder)
+    return folder
+
+
+def documents(folder: Path) -> list[tuple[int, ...]]:
+    corpus = load_corpus(folder)
+    return sorted(tuple(corpus.document(i).tolist()) for i in range(len(corpus)))
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """A deadline that comes when so many steps are done."""
+    done = 0
+
+    class Soon(Deadline):
+        @property
+        def over(self) -> bool:
+            nonlocal done
+            done += 1
+            return done > steps
+
+    monkeypatch.setattr(stages, "Deadline", Soon)
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def log_of(job: Job) -> list[dict[str, Any]]:
+    clocks = ("tokens_per_s", "memory_gib")
+    entries = read_log(job.train / "log.jsonl")
+    return [{k: v for k, v in entry.items() if k not in clocks} for entry in entries]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def make_data_job(target: Path, out: Path, **data: Any) -> Job:
+    settings = DataSettings(
+        **{"max_answer": 12, "max_len": 400, "greedy_share": 0.0, "max_num_seqs": 4, **data}
+    )
+    return Job(str(target), out, Settings(data=settings, device="cpu"), say)
 
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:

@@ -1,11 +1,10 @@
-"""Times of other tilings, for whoever sets the constants of ops/kernels/attention.py.
+"""Times of other tilings, to choose the constants of ops/kernels/attention.py.
 
-On a CUDA device: PYTHONPATH=.:tests:tests/gpu python tests/gpu/tune_attention.py
+On a CUDA device: PYTHONPATH=.:tests python tools/tune_attention.py
 """
 
-from test_attention_cuda import LLAMA_8B, Heads, Load, make_load
-
 from stoop.ops.kernels import attention as kernels
+from support.attention_cases import LLAMA_8B, Heads, Load, make_load
 
 
 def timed(load: Load) -> str:

@@ -1,7 +1,7 @@
-"""Microseconds of a layer by how processors divide their memory, for whoever sets the constants of
+"""Microseconds of a layer by how processors divide their memory, to choose the constants of
 ops/kernels/launch.py.
 
-On a CUDA device: PYTHONPATH=. python tests/gpu/tune_memory.py [--context 600]
+On a CUDA device: PYTHONPATH=. python tools/tune_memory.py [--context 600]
 """
 
 import argparse

@@ -9,12 +9,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from fakes import VOCAB_SIZE
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stoop import LLM, SamplingParams
 from stoop.core.outputs import RequestOutput
+from support.checkpoints import VOCAB_SIZE, CheckpointStore
 
 # A difference is rounding if the reference's own best two logits lie closer than this.
 # transformers normalises in float32 whatever the model's dtype: float64 logits agree to about 1e-6.
@@ -58,12 +58,9 @@ class HuggingFace:
 
     @staticmethod
     def exact(folder: Path) -> "HuggingFace":
-        """float64 throughout: transformers' norms and eager softmax go through float32."""
+        """float64 throughout."""
         reference = HuggingFace(folder, "float64")
-        reference.model.set_attn_implementation("sdpa")
-        for module in reference.model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = MethodType(_exact_rms_norm, module)
+        make_exact(reference.model)
         return reference
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> Reference:
@@ -104,6 +101,35 @@ class HuggingFace:
             max_new_tokens=max_new_tokens,
         )
         return out[0, len(prompt) :].tolist()
+
+
+class ReferenceStore:
+    """Hugging Face models, each loaded once, with their remembered answers."""
+
+    def __init__(self, checkpoints: CheckpointStore) -> None:
+        self.checkpoints = checkpoints
+        self._models: dict[tuple[str, int, str], HuggingFace] = {}
+
+    def get(self, name: str, seed: int = 0, dtype: str = "float32") -> HuggingFace:
+        key = (name, seed, dtype)
+        if key not in self._models:
+            self._models[key] = HuggingFace(self.checkpoints.get(*key), dtype)
+        return self._models[key]
+
+    def exact(self, name: str, seed: int = 0, dtype: str = "float64") -> HuggingFace:
+        """The checkpoint of this dtype, computed in float64 throughout."""
+        key = (name, seed, f"{dtype} exact")
+        if key not in self._models:
+            self._models[key] = HuggingFace.exact(self.checkpoints.get(name, seed, dtype))
+        return self._models[key]
+
+
+def make_exact(model: PreTrainedModel) -> None:
+    """float64 throughout: transformers' norms and eager softmax go through float32."""
+    model.set_attn_implementation("sdpa")
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_exact_rms_norm, module)
 
 
 def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:

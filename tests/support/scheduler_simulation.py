@@ -16,14 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from helpers import make_rules
-
 from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.request import Request, RequestStatus
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import Admission, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import NULL_BLOCK
 from stoop.scheduler.scheduler import Scheduler
+from support.scheduling import make_rules
 
 VOCAB = 6
 STOP = 0

@@ -145,6 +145,34 @@ def save_checkpoint(
     return folder
 
 
+def write_llama(folder: Path, seed: int, dtype: str = "float64", **changes: Any) -> Path:
+    """A Llama of two layers as transformers initialises it, with larger weights than usual, so that
+    its answers do not repeat themselves; bos and eos only where `changes` name them."""
+    config: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**config | changes))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def write_cuda_llama(folder: Path, dtype: str) -> Path:
+    """A Llama of sizes that kernels for a GPU take."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
+    sizes |= {"num_hidden_layers": 3, "max_position_embeddings": 512}
+    return write_llama(folder, seed=3, dtype=dtype, vocab_size=256, **sizes)
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file; a value of None removes the key."""
     content = json.loads(path.read_text())

@@ -5,12 +5,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from helpers import make_rules
 
 from stoop.batch.input_batch import InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.core.step import PlannedRow
 from stoop.ops.inputs import SlotTensors, StopTensors
+from support.scheduling import make_rules
 
 CPU = torch.device("cpu")
 SLOTS, MAX_LEN, BLOCK, MAX_TOKENS = 5, 21, 4, 30

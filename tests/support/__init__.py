@@ -1,0 +1,1 @@
+"""What tests share: tiny models, engines, workloads, references and fakes."""
