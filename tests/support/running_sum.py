@@ -2,7 +2,7 @@
 
 It exists to prove the state seam: everything that a real recurrent layer needs of the engine, it
 needs too. A decode step writes its tokens into a log and leaves the sum alone; the next step adds
-the tokens that were confirmed, and only those, before it goes on. So rejected drafts leave no trace.
+the tokens that were confirmed, and only those, before it goes on: rejected drafts leave no trace.
 """
 
 from collections.abc import Iterator

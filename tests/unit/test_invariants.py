@@ -454,9 +454,9 @@ def test_invariant_25_oversize_writes_raise() -> None:
     limit = runner.config.schedule.max_model_len
     too_long = Admission(0, [1] * (limit + 1), 1, 0, make_rules())
     with pytest.raises(IndexError):
-        runner.state.admit(runner.staged, too_long)
+        runner.target.state.admit(runner.staged, too_long)
     with pytest.raises(IndexError):
-        runner.state.append_blocks(runner.staged, BlockAppend(0, runner.state.max_blocks, [1]))
+        runner.target.state.append_blocks(runner.staged, BlockAppend(0, runner.target.state.max_blocks, [1]))
     many = make_rules(stop_ids=range(200))
     with pytest.raises(IndexError):
         runner.target.sampling_state.admit(runner.staged, 0, many)
