@@ -9,7 +9,8 @@ from stoop.attention.base import AttentionBackend
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
-from stoop.graph.descriptor import BatchExecutionDescriptor, SamplingKind
+from stoop.core.sampling_kind import SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.graph.manager import (
     CapturedAttentionState,
     CudaGraphManager,

@@ -17,7 +17,8 @@ from stoop.attention.base import ForwardContext, PagedContext
 from stoop.attention.breaking import BreakingContext
 from stoop.batch.input_batch import InputBatch
 from stoop.checkpoint.report import Report
-from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode, SamplingKind
+from stoop.core.sampling_kind import SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.manager import (
     CapturedAttentionState,
     CudaGraphManager,

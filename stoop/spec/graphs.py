@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from stoop.checkpoint.report import Report
-from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKind
+from stoop.core.sampling_kind import SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape, default_sizes
 from stoop.graph.manager import CapturedAttentionState, CudaGraphManager, Prepare, Run
 from stoop.graph.refusals import CaptureError

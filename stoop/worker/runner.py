@@ -27,8 +27,9 @@ from stoop.batch.staging import StagedWrites
 from stoop.checkpoint.report import Report
 from stoop.config.schema import Config, ModelSpec
 from stoop.core.kv_layout import KVLayout
+from stoop.core.sampling_kind import SamplingKind
 from stoop.core.step import PlannedRow, StepPlan, StepResult
-from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape
 from stoop.models.loader import load_model
 from stoop.ops.inputs import commit_tokens

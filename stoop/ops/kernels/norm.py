@@ -63,6 +63,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def rms_norm_into(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    rms_norm_(x, weight, eps, out)
+
+
 def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
     width = sum(part.shape[1] for part in parts)
     out = torch.empty(parts[0].shape[0], width, dtype=parts[0].dtype, device=parts[0].device)
@@ -178,9 +182,9 @@ def take_and_norm_(
 
 
 def take_and_norm(
-    x: Tensor, index: Tensor | None, out: Tensor, count: int, weight: Tensor, eps: float
+    x: Tensor, index: Tensor | None, out: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    normed = x.new_empty(count, x.shape[1])
+    normed = x.new_empty(x.shape[0] if index is None else index.shape[0], x.shape[1])
     take_and_norm_(x, index, weight, eps, out, normed)
     return normed
 

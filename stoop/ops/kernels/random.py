@@ -101,14 +101,7 @@ def noise_(seeds: Tensor, positions: Tensor, purpose: int, gumbel: bool, out: Te
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
-    return _noise(seeds, positions, purpose, count, False)
-
-
-def gumbel(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
-    return _noise(seeds, positions, purpose, count, True)
-
-
-def _noise(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int, gumbel: bool) -> Tensor:
+    """[n, count] float32 in (0, 1), with the reference's bits."""
     out = torch.empty(seeds.shape[0], count, dtype=torch.float32, device=seeds.device)
-    noise_(seeds.contiguous(), positions.contiguous(), int(purpose), gumbel, out)
+    noise_(seeds.contiguous(), positions.contiguous(), int(purpose), False, out)
     return out

@@ -153,8 +153,8 @@ def reduce(
     _best_kernel[(n,)](packed, out, parts, WIDTH=width(parts), num_warps=1, **overlapping(out))
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """[n] int64: as torch's, the first of equal ones; the first NaN if there is one."""
+def greedy(logits: Tensor) -> Tensor:
+    """[n] int64: the argmax as torch has it, the first of equal ones; the first NaN if any."""
     packed, out = draw_buffers(logits)
     argmax_(logits, packed, out)
     return out

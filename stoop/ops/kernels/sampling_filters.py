@@ -446,32 +446,13 @@ def filter_(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     slot: Tensor | None = None,
+    top_k_width: int = 0,
 ) -> None:
-    """Temperature, then min-p, then top-k and top-p, which go together; what is None is skipped.
+    """Apply the temperature, then min-p, then top-k and top-p together; None skips a step.
 
-    All [n], or by slot; temperature 0 stays, as do min_p 0, top_k 0 with top_p 1.
+    All [n], or by slot. top_k_width: not used, because nothing is sorted here
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert (top_k is None) == (top_p is None)
     scratch = vars(_Scratch.make(logits)).values()
     _filter_(logits, temperature, min_p, top_k, top_p, slot, *scratch)
-
-
-def temper_(logits: Tensor, temperature: Tensor, slot: Tensor | None = None) -> None:
-    """Divide by the temperature; rows at 0 are greedy and stay."""
-    filter_(logits, temperature, slot=slot)
-
-
-def apply_min_p_(logits: Tensor, min_p: Tensor, slot: Tensor | None = None) -> None:
-    """Keep tokens at least `min_p` times as likely as the likeliest."""
-    filter_(logits, min_p=min_p, slot=slot)
-
-
-def apply_top_k_top_p_(
-    logits: Tensor, top_k: Tensor, top_p: Tensor, width: int = 0, slot: Tensor | None = None
-) -> None:
-    """Keep the `top_k` likeliest (0: all), and of them the fewest that reach `top_p` together.
-
-    Of tokens that tie for the last place the first ones stay. width: not needed here
-    """
-    filter_(logits, top_k=top_k, top_p=top_p, slot=slot)
