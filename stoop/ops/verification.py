@@ -15,8 +15,8 @@ from stoop.ops.random import Purpose, gumbel, uniform
 def count_accepted(accepts: Tensor, num_drafts: Tensor) -> Tensor:
     """[n] int64: the length of the unbroken run of accepted drafts. accepts: [n, K] bool"""
     number = torch.arange(accepts.shape[1], device=accepts.device)
-    stands = accepts & (number < num_drafts[:, None])
-    return stands.long().cumprod(dim=1).sum(dim=1)
+    accepts = accepts & (number < num_drafts[:, None])
+    return accepts.long().cumprod(dim=1).sum(dim=1)
 
 
 def join_tokens(drafts: Tensor, num_accepted: Tensor, chosen: Tensor) -> Tensor:
@@ -57,8 +57,9 @@ def write_verdict(
     """
     count, width = chosen.shape
     drafts = drafts_of(slots, step, count, width - 1)
-    stands = chosen[:, :-1] == drafts if accepts is None else accepts
-    num_accepted = count_accepted(stands, step.row_drafts[:count])
+    if accepts is None:
+        accepts = chosen[:, :-1] == drafts
+    num_accepted = count_accepted(accepts, step.row_drafts[:count])
     token_ids.zero_()
     token_ids[:count, :width].copy_(join_tokens(drafts, num_accepted, chosen))
     num_drafts.copy_(step.row_drafts)
