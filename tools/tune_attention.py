@@ -29,13 +29,13 @@ def main() -> None:
     for heads in (LLAMA_8B, Heads(8, 4, 64)):
         loads = [make_load(1, 6144, 2048, heads, 0), make_load(1, 0, 8192, heads, 0)]
         for shape in PROMPTS:
-            tiling = kernels.Tiling(*shape)
+            tiling = kernels.AttentionTiling(*shape)
             kernels.prompt_tiling = lambda *_, tiling=tiling: tiling
             print(f"{heads.size} prompt {tiling}:", *map(timed, loads))
         sizes = ((1, 512), (1, 8192), (8, 8192), (32, 512))
         loads = [make_load(batch, context, 4, heads, 4) for batch, context in sizes]
         for shape in SPLITS:
-            tiling = kernels.Tiling(16, *shape)
+            tiling = kernels.AttentionTiling(16, *shape)
             kernels.split_tiling = lambda *_, tiling=tiling: tiling
             print(f"{heads.size} splits {tiling}:", *map(timed, loads))
 

@@ -67,7 +67,7 @@ class Step:
         shape = (2, table.numel(), BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         caches = [torch.randn(shape, device=DEVICE).bfloat16() for _ in model.layers]
         backend = TritonBackend.__new__(TritonBackend)
-        backend.kernels, backend.num_sms = attention, attention.count_processors(DEVICE)
+        backend.kernels, backend.num_sms = attention, attention.count_sms(DEVICE)
         lengths = torch.full((batch,), context)
         metadata = TritonMetadata(
             query_start_loc=_numbers(torch.arange(batch + 1) * query_len),

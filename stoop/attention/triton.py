@@ -52,7 +52,7 @@ class TritonBackend:
             )
         self.kernels = kernels
         self.block_table = setup.slots.block_table
-        self.num_sms = kernels.count_processors(setup.device)
+        self.num_sms = kernels.count_sms(setup.device)
 
     def buffers(self) -> dict[str, Tensor]:
         """None: what splits hand over is allocated by each call, written and read inside it."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.support import GraphSupport
 
 
@@ -58,14 +59,6 @@ _MIXED = {
     GraphMode.FULL_AND_PIECEWISE: RunMode.PIECEWISE,
     GraphMode.STEP: RunMode.FULL,
 }
-
-
-class SamplingKind(Enum):
-    """How much sampling a graph of the whole step holds."""
-
-    GREEDY = "greedy"
-    NOISE = "temperature"  # a draw and nothing else
-    FULL = "sampling"  # every edit and filter
 
 
 @dataclass(frozen=True)

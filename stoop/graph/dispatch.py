@@ -4,7 +4,8 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKind
+from stoop.core.sampling_kind import SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 
 
 def default_sizes(limit: int) -> list[int]:

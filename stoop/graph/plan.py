@@ -3,7 +3,8 @@
 import logging
 from dataclasses import dataclass
 
-from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode, SamplingKind
+from stoop.core.sampling_kind import SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import default_sizes
 from stoop.graph.support import GraphSupport
 

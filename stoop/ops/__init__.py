@@ -1,5 +1,5 @@
 """The engine's own tensor operations.
 
-Each has a reference in plain torch that any device runs; it is what a CPU uses and what a Triton
-twin is compared with.
+Each has a reference in plain torch, which any device can run. CPUs and float64 use it, and tests
+compare the Triton kernel with it. `dispatch.py` chooses between the two.
 """

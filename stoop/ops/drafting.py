@@ -1,45 +1,37 @@
-"""What a drafter reads, made on the device from slot state, and where its drafts go.
+"""Phases P and D: a drafter's inputs out of slot state, and its drafts back into it.
 
-Everything follows from slot state: how many tokens are known, how many drafts stand behind them. So
-the draft decodes of a step are one and the same program run several times, and the host never needs
-to know how many drafts were accepted.
+All inputs follow from slot state: how many tokens are known and how many drafts follow them. So the
+draft decodes of a step are one program that runs several times, and the host never needs to know
+how many drafts were accepted.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoop.ops.dispatch import op
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, token_rows
-from stoop.ops.kernels.choice import uses_kernels
 from stoop.ops.random import Purpose, gumbel_at
-from stoop.ops.sampling import DrawTensors, apply_min_p_, apply_top_k_top_p_, temper_
-
-
-def kernels() -> Any:
-    from stoop.ops.kernels import drafting
-
-    return drafting
+from stoop.ops.sampling import DrawTensors, filter_, temper_
 
 
 @dataclass(frozen=True)
 class PrefillTensors:
-    """Inputs of phase P beside the target's own."""
+    """Inputs of phase P that are not the target's."""
 
-    token_ids: Tensor  # [max_tokens] int32: the token that follows each position; dead 0
-    last_token_indices: Tensor  # [max_reqs] int64: each row's last true slot; padding 0
-    room: Tensor  # [max_reqs] int64: drafts that each row may have; padding 0
+    token_ids: Tensor  # [max_tokens] int32: the token after each position; dead tokens 0
+    last_token_indices: Tensor  # [max_reqs] int64: index of each row's last valid token; padding 0
+    room: Tensor  # [max_reqs] int64: the most drafts each row may have; padding 0
 
 
+@op("step.row_slots")
 def draft_room(slots: SlotTensors, step: StepTensors, position_limit: int) -> Tensor:
-    """[max_reqs] int64: drafts that each row may have behind its known tokens now.
+    """[max_reqs] int64: the most drafts that each row may have after its known tokens.
 
-    None for rows that sample nothing; no more than its request wants, than can be accepted before
-    it ends, and than the drafter has positions for.
+    0 for rows that sample nothing. Otherwise at most what the request wants, what can be accepted
+    before it ends, and what the drafter has positions for.
     """
-    if uses_kernels(step.row_slots):
-        return kernels().draft_room(slots, step, position_limit)
     slot = step.row_slots
     known = slots.num_tokens[slot]
     room = torch.minimum(slots.draft_limit[slot], slots.token_limit[slot] - 1 - known)
@@ -47,6 +39,7 @@ def draft_room(slots: SlotTensors, step: StepTensors, position_limit: int) -> Te
     return room * step.samples
 
 
+@op("step.row_slots")
 def prepare_draft_prefill(
     slots: SlotTensors,
     rows: RowTensors,
@@ -54,11 +47,11 @@ def prepare_draft_prefill(
     out: PrefillTensors,
     position_limit: int,
 ) -> None:
-    """Ids shifted by one: known tokens follow every position but the newest, sampled ones and the
-    next token of a prompt among them. Slots behind a rejected draft are dead."""
-    if uses_kernels(step.row_slots):
-        kernels().prepare_draft_prefill(slots, rows, step, out, position_limit)
-        return
+    """Write the token ids shifted by one, each row's last valid index, and its room.
+
+    Each position gets the known token that follows it: a sampled one, or the next of the prompt.
+    Positions after a rejected draft are dead.
+    """
     out.room.copy_(draft_room(slots, step, position_limit))
     _, row = token_rows(rows.query_start_loc, out.token_ids.shape[0])
     slot = step.row_slots[row]
@@ -71,6 +64,7 @@ def prepare_draft_prefill(
     out.last_token_indices.copy_(torch.where(step.samples > 0, last, 0))
 
 
+@op("step.row_slots")
 def prepare_draft_decode(
     slots: SlotTensors,
     rows: RowTensors,
@@ -80,15 +74,12 @@ def prepare_draft_decode(
     query_start_loc: Tensor,
     out: StepTensors,
 ) -> None:
-    """One token a row: the newest draft, one place behind the one before it.
+    """Write the inputs of a draft decode: one token per row, its newest draft.
 
-    A row with no room left keeps its place and looks at its first token alone; it writes nothing.
-    room: [max_reqs] int64; query_start_loc: [max_reqs + 1] int32, written; of `out` the rest is
-    shared with `step`
+    A row without room stays in the batch, attends to its first token only and writes no KV.
+    room: [max_reqs] int64; query_start_loc: [max_reqs + 1] int32, written
+    out: the fields that are not written here are shared with `step`
     """
-    if uses_kernels(step.row_slots):
-        kernels().prepare_draft_decode(slots, rows, step, room, block_size, query_start_loc, out)
-        return
     slot, live = step.row_slots, rows.idx_mapping >= 0
     drafted = slots.num_drafts[slot]
     active = drafted < room
@@ -105,6 +96,7 @@ def prepare_draft_decode(
     query_start_loc.copy_(torch.minimum(rank, live.sum()))
 
 
+@op("logits", kernel_module="coupling")
 def draw_as_target(
     logits: Tensor,
     slots: SlotTensors,
@@ -115,21 +107,17 @@ def draw_as_target(
 ) -> Tensor:
     """[n] int64: each row's next draft, drawn with the noise that will draw the target's token.
 
-    Noise that favours a token favours it in both: the more alike their distributions are, the more
-    often they pick the same. At temperature 0 it is the likeliest.
+    The shared noise favours the same tokens in both draws: the closer the two distributions are,
+    the more often they agree. At temperature 0 the draft is the argmax.
     logits: [n, draft vocabulary] of the first n rows, overwritten
     filters: whether any row has min-p, top-k or top-p
     """
-    if uses_kernels(logits):
-        from stoop.ops.kernels import coupling
-
-        return coupling.draw_as_target(logits, slots, step, how, d2t, filters)
     slot = step.row_slots[: logits.shape[0]]
     temperature = how.temperature[slot]
-    temper_(logits, temperature)
     if filters:
-        apply_min_p_(logits, how.min_p[slot])
-        apply_top_k_top_p_(logits, how.top_k[slot], how.top_p[slot], logits.shape[1])
+        filter_(logits, how.temperature, how.min_p, how.top_k, how.top_p, slot)
+    else:
+        temper_(logits, temperature)
     places = slots.num_tokens[slot] + slots.num_drafts[slot]
     numbers = torch.arange(logits.shape[1], device=logits.device)
     if d2t is not None:
@@ -138,6 +126,7 @@ def draw_as_target(
     return (logits + noise * (temperature > 0)[:, None]).argmax(dim=1)
 
 
+@op("token_ids")
 def commit_draft(
     slots: SlotTensors,
     step: StepTensors,
@@ -145,13 +134,11 @@ def commit_draft(
     token_ids: Tensor,
     d2t: Tensor | None = None,
 ) -> Tensor:
-    """Put one more draft behind each row that has room; returns [n] int64, its number there.
+    """Append one draft to each row that has room; return its index among the drafts, [n] int64.
 
-    token_ids: [n] int64 for the first n rows; with `d2t`, numbers of a draft vocabulary, which has
-    how far each lies from the target's. Rows without room are numbered -1.
+    token_ids: [n] int64 for the first n rows; rows without room get index -1
+    d2t: [draft vocabulary] int64, target id minus draft id, if the ids are of a draft vocabulary
     """
-    if uses_kernels(token_ids):
-        return kernels().commit_draft(slots, step, room, token_ids, d2t)
     if d2t is not None:
         token_ids = token_ids + d2t[token_ids]
     count = token_ids.shape[0]
@@ -164,23 +151,21 @@ def commit_draft(
     return torch.where(active, drafted, -1)
 
 
+@op("room")
 def look_up_ngrams(
     slots: SlotTensors, step: StepTensors, room: Tensor, sizes: tuple[int, int], count: int
 ) -> None:
-    """Draft what once followed the longest earlier repetition of a row's last tokens.
+    """Find the longest n-gram that ends a row's tokens and occurs earlier, and draft what followed.
 
-    sizes: fewest and most tokens that must repeat; count: most drafts of a row. Of several
-    repetitions of one length the earliest counts.
+    sizes: smallest and largest n; count: the most drafts of a row. Of several occurrences of the
+    same n the earliest is used.
     """
-    if uses_kernels(room):
-        kernels().look_up_ngrams(slots, step, room, sizes, count)
-        return
     least, most = sizes
     slot = step.row_slots
     history = slots.token_ids[slot].long()  # [max_reqs, max_model_len]
     width, known = history.shape[1], slots.num_tokens[slot]
     place = torch.arange(width, device=slot.device)
-    # How many tokens up to each place equal as many at the end.
+    # How many tokens up to each place equal the row's last ones.
     equal = torch.ones_like(history, dtype=torch.bool)
     run = torch.zeros_like(history)
     for back in range(most):
@@ -190,7 +175,7 @@ def look_up_ngrams(
         run = run + equal
     run = torch.where((place < (known - 1)[:, None]) & (run >= least), run, 0)
     best, where = run.max(dim=1)
-    # argmax does not promise the first of equals.
+    # `max` may return any of several equal ones; the first is wanted.
     where = torch.where(run == best[:, None], place, width).amin(dim=1).clamp(max=width - 1)
     found = torch.minimum(room, known - 1 - where) * (best > 0)
     number = torch.arange(count, device=slot.device)

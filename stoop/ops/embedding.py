@@ -1,15 +1,15 @@
-"""The lookup of embeddings."""
+"""Embedding lookup."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoop.ops.kernels.choice import uses_kernels
+from stoop.ops.dispatch import op
 
 
+@op("table")
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """token_ids: [tokens], table: [vocab_size, n]; returns [tokens, n]"""
-    if uses_kernels(table):
-        from stoop.ops.kernels import embedding as kernels
+    """Look up one row of the table per token.
 
-        return kernels.embed(token_ids, table)
+    token_ids: [tokens], table: [vocab_size, n]; returns [tokens, n]
+    """
     return F.embedding(token_ids, table)

@@ -1,7 +1,12 @@
 """Registration of our operations with torch.
 
-A registered operation is one call to whoever watches the dispatcher: the tape records it whole,
-with the arguments that it declares to write, and what it does inside runs anew in every replay.
+torch's dispatcher sees a registered operation as one call. The tape records that call, with the
+arguments that it declares to write, and each replay runs its inside again. A raw Triton launch
+would be invisible to the tape.
+
+The choice between a reference and a kernel is made before that, in `dispatch.py`. Every kernel
+registers its launch here. So do references whose inside must run again as a whole (`store_kv`,
+attention).
 """
 
 from collections.abc import Callable

@@ -1,50 +1,40 @@
-"""Root-mean-square normalisation."""
+"""RMSNorm, alone and with the row copies that surround it, and the gated activation."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoop.ops.kernels.choice import uses_kernels
+from stoop.ops.dispatch import op
 
 
-def kernels() -> Any:
-    from stoop.ops.kernels import norm
-
-    return norm
-
-
+@op("x")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last axis; half precisions are squared and summed in float32.
 
     x: [..., n], weight: [n]
     """
-    if uses_kernels(x):
-        return kernels().rms_norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+@op("x")
 def rms_norm_into(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As `rms_norm`, into rows of a buffer. out: as x"""
-    if uses_kernels(x):
-        kernels().rms_norm_(x, weight, eps, out)
-    else:
-        out.copy_(rms_norm(x, weight, eps))
+    """Write `rms_norm(x)` into `out`, which has x's shape and may be rows of a buffer."""
+    out.copy_(rms_norm(x, weight, eps))
 
 
+@op("parts.0")
 def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
-    """Normalise each part by its own weight, and lay them side by side.
+    """Normalise each part by its own weight and concatenate the results.
 
     parts: [tokens, n_i] each; returns [tokens, sum of n_i]
     """
-    if uses_kernels(parts[0]):
-        return kernels().join_norms(parts, weights, eps)
     normed = [rms_norm(x, weight, eps) for x, weight in zip(parts, weights, strict=True)]
     return torch.cat(normed, dim=-1)
 
 
+@op("features")
 def join_embedded(
     token_ids: Tensor,
     table: Tensor,
@@ -53,18 +43,16 @@ def join_embedded(
     feature_norm: Tensor,
     eps: float,
 ) -> Tensor:
-    """Tokens' embeddings and features, each normalised by its own weight, side by side.
+    """Concatenate the tokens' embeddings with their features, each normalised by its own weight.
 
     token_ids: [tokens], table: [vocab_size, n], features: [tokens, n]; returns [tokens, 2n]
     """
-    if uses_kernels(features):
-        return kernels().join_embedded(token_ids, table, table_norm, features, feature_norm, eps)
     embedded = F.embedding(token_ids, table)
     return join_norms((embedded, features), (table_norm, feature_norm), eps)
 
 
 def take_rows(x: Tensor, index: Tensor | None, out: Tensor) -> None:
-    """The rows of x that `index` names, or all, then zeros to the end.
+    """Copy the rows of x that `index` names, or all of them, and zero the rest of `out`.
 
     x: [tokens, n], index: [m] int64, out: [at least m, n]
     """
@@ -73,20 +61,18 @@ def take_rows(x: Tensor, index: Tensor | None, out: Tensor) -> None:
     out[count:].zero_()
 
 
+@op("x")
 def take_and_norm(
     x: Tensor, index: Tensor | None, out: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """As `take_rows`; returns the rows that were taken, normalised. weight: [n]"""
+    """Do what `take_rows` does, and return the copied rows normalised. weight: [n]"""
     count = x.shape[0] if index is None else index.shape[0]
-    if uses_kernels(x):
-        return kernels().take_and_norm(x, index, out, count, weight, eps)
     take_rows(x, index, out)
     return rms_norm(out[:count], weight, eps)
 
 
+@op("gate_up")
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a fused [..., 2n] projection."""
-    if uses_kernels(gate_up):
-        return kernels().silu_and_mul(gate_up)
+    """Compute silu(gate) * up of a fused [..., 2n] projection."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(F.silu(gate), up)

@@ -1,8 +1,8 @@
 """Random numbers without state: Philox-4x32-10, keyed by (seed, purpose, position).
 
-A number depends on its key and place alone, so it is the same in any batch, after a preemption and
-on any device. Each purpose has a stream of its own, and no number serves two of them. (A coupled
-draft shares its token's numbers; it is a guess at that very draw, and no text depends on it.)
+A number depends on its key and its index only, so it is the same in any batch, after a preemption
+and on any device. Each purpose has its own stream, and no number serves two purposes. (A coupled
+draft uses its token's numbers. It is a guess at that draw, and the text does not depend on it.)
 """
 
 from enum import IntEnum
@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from stoop.ops.kernels.choice import uses_kernels
+from stoop.ops.dispatch import op
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -20,19 +20,18 @@ _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
 
 
 class Purpose(IntEnum):
-    """Streams. The numbers are part of what a seed means: never change one."""
+    """Streams. Their numbers define what a seed gives: never change one."""
 
-    SAMPLE = 0  # a token of the target's distribution, and what a coupled head drafts for it
+    SAMPLE = 0  # a token of the target's distribution, and the coupled draft for it
     DRAFT = 1
     ACCEPT = 2
     RESAMPLE = 3
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of four counter words and two key words; all int64 holding 32 bits.
+    """Return four words from four counter words and two key words; all int64 holding 32 bits.
 
-    What a round does, it does to two pairs of words: words 0 and 2 are multiplied, and each takes
-    the place of the other.
+    A round works on two pairs of words: words 0 and 2 are multiplied and change places.
     """
     first, second = _pair(counter[0], counter[2]), _pair(counter[1], counter[3])
     first, second = torch.broadcast_tensors(first, second)
@@ -52,20 +51,18 @@ def _pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _constants(values: tuple[int, int], like: Tensor) -> Tensor:
-    """[2, 1 ...]: made on the device, where a copy from the host would not be captured."""
+    """[2, 1 ...]: made on the device, because a graph does not capture a copy from the host."""
     number = torch.arange(2, device=like.device).view(2, *[1] * (like.dim() - 1))
     return number * (values[1] - values[0]) + values[0]
 
 
+@op("seeds")
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
     """[n, count] float32 in (0, 1): row i for seed i at position i.
 
     seeds, positions: [n] int64. Number j is word j % 4 of counter j // 4.
+    The kernel returns the same bits.
     """
-    if uses_kernels(seeds):
-        from stoop.ops.kernels import random as kernels  # to the bit the same
-
-        return kernels.uniform(seeds, positions, purpose, count)
     groups = torch.arange(-(-count // 4), device=seeds.device)
     return _to_uniform(_words(seeds, positions, purpose, groups).flatten(1)[:, :count])
 
@@ -86,13 +83,13 @@ def _to_uniform(bits: Tensor) -> Tensor:
 def gumbel(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
     """[n, count] float32 Gumbel noise: argmax(logits + noise) is a draw from softmax(logits).
 
-    -log(-log(1 - u)): small u, which float32 resolves finely, make the large values that win.
+    -log(-log(1 - u)): large values, which win, come from small u, which float32 resolves finely.
     """
     return _to_gumbel(uniform(seeds, positions, purpose, count))
 
 
 def gumbel_at(seeds: Tensor, positions: Tensor, purpose: Purpose, numbers: Tensor) -> Tensor:
-    """[n, m] float32: of each stream the numbers that `numbers` ([m] int64) names."""
+    """[n, m] float32 Gumbel noise at the indices `numbers` ([m] int64) of each stream."""
     words = _words(seeds, positions, purpose, numbers // 4)
     which = (numbers % 4).expand(words.shape[:2])[:, :, None]
     return _to_gumbel(_to_uniform(words.gather(2, which).squeeze(2)))

@@ -1,5 +1,5 @@
-"""Rotary position embedding, in the half-split layout of Hugging Face checkpoints, and the way of
-keys and values into the cache."""
+"""Rotary position embedding, in the half-split layout of Hugging Face checkpoints, and the write of
+keys and values into the paged cache."""
 
 import functools
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stoop.ops.kernels.choice import uses_kernels
+from stoop.ops.dispatch import op
 from stoop.ops.kv_store import store_kv
 from stoop.ops.norm import rms_norm
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Where the tokens of a pass stand, and how their head vectors turn there."""
+    """Positions of a pass's tokens, and the table of angles that rotate their heads."""
 
     table: Tensor  # [2, num_positions, head_dim / 2]: cosines, then sines
     positions: Tensor  # [tokens] int64
 
     @functools.cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Each [tokens, 1, head_dim / 2]; looked up once for all layers."""
+        """Cosines and sines, each [tokens, 1, head_dim / 2]; looked up once for all layers."""
         cos, sin = self.table.index_select(1, self.positions)[:, :, None]
         return cos, sin
 
 
 class HeadNorms(NamedTuple):
-    """Norms of queries and keys, head by head, before they turn."""
+    """Norms of queries and keys, head by head, before the rotation."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # [head_dim]
@@ -47,7 +47,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate(
     qkv: Tensor, num_kv_heads: int, rotation: Rotation, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normalised and turned, and values: [tokens, heads, head_dim] each.
+    """Return queries and keys, normalised and rotated, and values: [tokens, heads, head_dim] each.
 
     qkv: [tokens, heads + 2 * num_kv_heads, head_dim]
     """
@@ -63,6 +63,7 @@ def rotate(
     return q, k, v
 
 
+@op("qkv")
 def rotate_and_store(
     qkv: Tensor,
     num_kv_heads: int,
@@ -71,11 +72,11 @@ def rotate_and_store(
     cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Queries of all tokens, ready to attend; keys and values go into their KV slots."""
-    if uses_kernels(qkv):
-        from stoop.ops.kernels import rope as kernels
+    """Rotate queries and keys, write keys and values to the cache, and return the queries.
 
-        return kernels.rotate_and_store(qkv, num_kv_heads, rotation, norms, cache, slot_mapping)
+    qkv: [tokens, heads + 2 * num_kv_heads, head_dim], contiguous
+    cache, slot_mapping: as in `store_kv`
+    """
     q, k, v = rotate(qkv, num_kv_heads, rotation, norms)
     store_kv(k, v, cache, slot_mapping)
     return q

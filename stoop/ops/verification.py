@@ -1,28 +1,28 @@
-"""Which drafts stand, and what follows them. All rows have K drafts and K + 1 positions.
+"""Phase V: which drafts are accepted, and the token after them.
 
-Position j of a row stands behind its known tokens and its first j drafts, and judges draft j.
-Arguments: `drafts` [n, K] int64, `num_drafts` [n] int64.
+All rows have K drafts and K + 1 positions. Position j of a row follows its known tokens and its
+first j drafts, and verifies draft j. Arguments: `drafts` [n, K] int64, `num_drafts` [n] int64.
 """
 
 import torch
 from torch import Tensor
 
+from stoop.ops.dispatch import op
 from stoop.ops.inputs import SlotTensors, StepTensors
-from stoop.ops.kernels.choice import uses_kernels
 from stoop.ops.random import Purpose, gumbel, uniform
 
 
 def count_accepted(accepts: Tensor, num_drafts: Tensor) -> Tensor:
     """[n] int64: the length of the unbroken run of accepted drafts. accepts: [n, K] bool"""
     number = torch.arange(accepts.shape[1], device=accepts.device)
-    stands = accepts & (number < num_drafts[:, None])
-    return stands.long().cumprod(dim=1).sum(dim=1)
+    accepts = accepts & (number < num_drafts[:, None])
+    return accepts.long().cumprod(dim=1).sum(dim=1)
 
 
 def join_tokens(drafts: Tensor, num_accepted: Tensor, chosen: Tensor) -> Tensor:
-    """[n, K + 1] int64: accepted drafts, then the token chosen behind them; zeros follow.
+    """[n, K + 1] int64: accepted drafts, then the token chosen after them, then zeros.
 
-    chosen: [n, K + 1] int64, the token for each position in case that it comes last
+    chosen: [n, K + 1] int64, the token for each position in case it comes last
     """
     number = torch.arange(chosen.shape[1], device=chosen.device)
     padded = torch.nn.functional.pad(drafts, (0, 1))
@@ -31,13 +31,14 @@ def join_tokens(drafts: Tensor, num_accepted: Tensor, chosen: Tensor) -> Tensor:
 
 
 def drafts_of(slots: SlotTensors, step: StepTensors, count: int, width: int) -> Tensor:
-    """[count, width] int64: what stands behind the known tokens of the first rows."""
+    """[count, width] int64: the ids that follow the known tokens of the first `count` rows."""
     slot = step.row_slots[:count]
     number = torch.arange(width, device=slot.device)
     place = (slots.num_tokens[slot][:, None] + number).clamp(max=slots.token_ids.shape[1] - 1)
     return slots.token_ids[slot[:, None], place].long()
 
 
+@op("chosen", kernel_module="verdict")
 def write_verdict(
     chosen: Tensor,
     accepts: Tensor | None,
@@ -47,21 +48,18 @@ def write_verdict(
     num_tokens: Tensor,
     num_drafts: Tensor,
 ) -> None:
-    """What a step yields: accepted drafts and the token behind them, over the whole extent.
+    """Write what a step yields: accepted drafts, the token after them, and zeros to the end.
 
-    chosen: [n, width] int64, width 1 if there are no drafts; accepts: [n, width - 1] bool, None to
-    accept drafts that are what was chosen in their place; written are token_ids
-    [max_reqs, K + 1], num_tokens and num_drafts, both [max_reqs], all int64
+    chosen: [n, width] int64 for the first n rows, the token for each position in case it comes
+    last; width is K + 1, or 1 if no row has drafts
+    accepts: [n, width - 1] bool or int8; None accepts drafts that equal the token chosen there
+    token_ids: [max_reqs, K + 1], num_tokens, num_drafts: [max_reqs], all int64 and written
     """
-    if uses_kernels(chosen):
-        from stoop.ops.kernels import verdict as kernels
-
-        kernels.write_verdict(chosen, accepts, slots, step, token_ids, num_tokens, num_drafts)
-        return
     count, width = chosen.shape
     drafts = drafts_of(slots, step, count, width - 1)
-    stands = chosen[:, :-1] == drafts if accepts is None else accepts
-    num_accepted = count_accepted(stands, step.row_drafts[:count])
+    if accepts is None:
+        accepts = chosen[:, :-1] == drafts
+    num_accepted = count_accepted(accepts, step.row_drafts[:count])
     token_ids.zero_()
     token_ids[:count, :width].copy_(join_tokens(drafts, num_accepted, chosen))
     num_drafts.copy_(step.row_drafts)
@@ -72,7 +70,7 @@ def write_verdict(
 def accept_by_ratio(
     probs: Tensor, draft_probs: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """[n, K] bool: accept draft d with chance min(1, p(d) / q(d)).
+    """[n, K] bool: accept draft d with probability min(1, p(d) / q(d)).
 
     probs, draft_probs: [n, K, vocab_size]; seeds: [n]; positions: [n] of the first draft
     """
@@ -81,44 +79,43 @@ def accept_by_ratio(
     return _uniforms(seeds, positions, drafts.shape[1]).to(p.dtype) * q < p
 
 
+@op("logits")
 def judge_drafts(
     logits: Tensor,
     draft_logits: Tensor,
     drafts: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    slot: Tensor,
+    slot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[n, K] bool, which drafts pass the ratio test, and [n, K] int64, what replaces those that do
-    not.
+    """Return which drafts pass the ratio test, [n, K] bool, and what replaces those that do not,
+    [n, K] int64.
 
-    logits: [n, K + 1, vocab_size]; draft_logits: [slots, K, vocab_size] and seeds: [slots], both
-    read at `slot` [n]; positions: [n] of the first draft
+    logits: [n, K + 1, vocab_size], adjusted; positions: [n] of the first draft
+    draft_logits: [slots, K, vocab_size] and seeds: [slots], both read at `slot` [n]; without `slot`
+    they have a row per row of the batch
     """
-    if uses_kernels(logits):
-        from stoop.ops.kernels import verification as kernels
-
-        return kernels.judge_drafts(logits, draft_logits, drafts, seeds, positions, slot)
-    seeds = seeds[slot]
+    if slot is not None:
+        draft_logits, seeds = draft_logits[slot], seeds[slot]
     probs = logits[:, :-1].softmax(dim=2)
-    draft_probs = draft_logits[slot].to(probs.dtype).softmax(dim=2)
+    draft_probs = draft_logits.to(probs.dtype).softmax(dim=2)
     accepts = accept_by_ratio(probs, draft_probs, drafts, seeds, positions)
     return accepts, draw_residual(probs, draft_probs, seeds, positions)
 
 
 def accept_at_rate(rates: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """[n, K] bool: for benchmarks, by chance alone. rates: [K]"""
+    """[n, K] bool: accept draft j with probability rates[j], whatever it is; for benchmarks."""
     return _uniforms(seeds, positions, rates.shape[0]) < rates
 
 
 def draw_residual(probs: Tensor, draft_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """[n, K] int64: a token from max(p - q, 0) at each draft, for the one that is refused.
+    """[n, K] int64: a token drawn from max(p - q, 0) at each draft, used where it is rejected.
 
-    Noise is of its own stream: that which chose a refused draft is no longer noise.
+    The noise comes from its own stream: the noise that chose a rejected draft is no longer random.
     """
     n, count, vocab_size = probs.shape
     residual = (probs - draft_probs).clamp(min=0)
-    # Where p equals q to the last bit nothing is refused but by rounding.
+    # Where p equals q to the last bit, only rounding can reject.
     empty = residual.sum(dim=2, keepdim=True) <= 0
     residual = torch.where(empty, probs, residual)
     place = (positions[:, None] + torch.arange(count, device=positions.device)).flatten()
@@ -127,8 +124,8 @@ def draw_residual(probs: Tensor, draft_probs: Tensor, seeds: Tensor, positions: 
 
 
 def _uniforms(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """[n, count]: one number a position, used once: a position is judged again only if nothing
-    that its number decided was kept."""
+    """[n, count]: one number per position. A position is verified again only if nothing that its
+    number decided was kept."""
     place = positions[:, None] + torch.arange(count, device=positions.device)
     flat = uniform(seeds.repeat_interleave(count), place.flatten(), Purpose.ACCEPT, 1)
     return flat.view(-1, count)

@@ -1,4 +1,4 @@
-"""From logits to tokens, each row by its request's own parameters."""
+"""Logits to tokens, each row by its own request's parameters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stoop.core.request import TokenRules
-from stoop.graph.descriptor import SamplingKind
+from stoop.core.sampling_kind import SamplingKind
 from stoop.ops import sampling as ops
 from stoop.ops.inputs import SlotTensors
-from stoop.ops.kernels.choice import uses_kernels
 from stoop.sampling.state import SamplingState
 
 
@@ -24,7 +23,7 @@ class SamplingNeeds:
     bad_words: bool = False
     min_p: bool = False
     top_p: bool = False
-    top_k_width: int = 0  # the largest top_k; 0: no row has one; -1: only some have
+    top_k_width: int = 0  # the largest top_k; 0: no row has one; -1: only some rows have one
 
     @staticmethod
     def of(rules: Iterable[TokenRules]) -> "SamplingNeeds":
@@ -44,14 +43,14 @@ class SamplingNeeds:
 
     @property
     def kind(self) -> SamplingKind:
-        """The least of the kinds that serves this batch, scores aside."""
+        """The smallest kind that serves this batch; log-probabilities are not part of it."""
         if self.edits_logits or self.min_p or self.filters:
             return SamplingKind.FULL
         return SamplingKind.NOISE if self.noise else SamplingKind.GREEDY
 
     @staticmethod
     def of_kind(kind: SamplingKind) -> "SamplingNeeds":
-        """Everything that a batch of this kind may need: what a graph must hold."""
+        """Everything that a batch of this kind may need: what a graph must contain."""
         if kind is SamplingKind.GREEDY:
             return SamplingNeeds()
         every = kind is SamplingKind.FULL
@@ -75,7 +74,7 @@ class SamplingNeeds:
 
 
 def _width(top_ks: list[int]) -> int:
-    """How much of the sorted vocabulary the filters must see; greedy rows need only its top."""
+    """`top_k_width` of the noisy rows; greedy rows need only the top of the sorted vocabulary."""
     if not any(top_ks):
         return 0
     return max(top_ks) if all(top_ks) else -1
@@ -83,96 +82,60 @@ def _width(top_ks: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Positions:
-    """Places in requests' texts that get a token each."""
+    """Positions in requests that get a token each."""
 
-    slot: Tensor  # [n] int64 of the request; the sink for padding
-    num_tokens: Tensor  # [n] int64: tokens before the place, drafts included
-    max_seq_len: int  # no place that counts has more
+    slot: Tensor  # [n] int64: the request's slot; the sink for padding
+    num_tokens: Tensor  # [n] int64: tokens before the position, drafts included
+    max_seq_len: int  # bound of num_tokens, of rows that sample
 
 
 class Sampler:
+    """Draws tokens by the parameters and histories of slots."""
+
     def __init__(self, state: SamplingState, slots: SlotTensors) -> None:
         self.state = state
         self.slots = slots
 
     def adjust_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
-        """Edits, temperature and filters: what is left is the distribution to draw from.
+        """Apply edits, temperature and filters: the result is the distribution to draw from.
 
         logits: [n, vocab_size]
         """
-        if uses_kernels(logits):
-            self._adjust_by_kernels_(logits, where, needs)
-            return
         if needs.edits_logits:
             self._edit_(logits, where, needs)
         if not needs.noise:
             return
-        state, slot = self.state, where.slot
-        ops.temper_(logits, state.temperature[slot])
-        if needs.min_p:
-            ops.apply_min_p_(logits, state.min_p[slot])
-        if needs.filters:
-            width = needs.top_k_width if needs.top_k_width > 0 else logits.shape[1]
-            ops.apply_top_k_top_p_(logits, state.top_k[slot], state.top_p[slot], width)
+        state = self.state
+        ops.filter_(
+            logits,
+            state.temperature,
+            state.min_p if needs.min_p else None,
+            state.top_k if needs.filters else None,
+            state.top_p if needs.filters else None,
+            where.slot,
+            max(needs.top_k_width, 0),
+        )
 
     def draw(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> Tensor:
-        """[n] int64: a token of each adjusted row; greedy rows take the likeliest."""
+        """[n] int64: a token for each adjusted row; greedy rows take the likeliest."""
         if not needs.noise:
             return ops.greedy(logits)
         # The token to come is number `num_tokens` of its request: the key of its noise.
-        state, slot, places = self.state, where.slot, where.num_tokens
-        if uses_kernels(logits):
-            from stoop.ops.kernels import sampling as kernels
-
-            return kernels.draw(logits, state.temperature, state.seeds, places, slot=slot)
-        return ops.draw(logits, state.temperature[slot], state.seeds[slot], places)
-
-    def _adjust_by_kernels_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
-        """The same by kernels, which read parameters and history by slot where they lie."""
-        from stoop.ops.kernels import sampling_edits as edits
-        from stoop.ops.kernels import sampling_filters as filters
-
-        state, slots, slot = self.state, self.slots, where.slot
-        history = ops.History(slots.token_ids, where.num_tokens, slots.num_prompt_tokens)
-        if needs.bias:
-            edits.add_bias_(logits, state.bias_ids, state.bias_values, state.bias_counts, slot)
-        if needs.min_tokens:
-            stops, counts = state.stop_ids, state.stop_counts
-            edits.forbid_stops_(logits, stops, counts, state.min_tokens, history, slot)
-        if needs.bad_words:
-            edits.forbid_bad_words_(logits, state.bad_words, history, slot)
-        if needs.penalties:
-            penalties = (state.repetition, state.presence, state.frequency)
-            edits.penalise_(logits, history, *penalties, slot)
-        if needs.noise and (needs.min_p or needs.filters):
-            filters.filter_(
-                logits,
-                state.temperature,
-                state.min_p if needs.min_p else None,
-                state.top_k if needs.filters else None,
-                state.top_p if needs.filters else None,
-                slot,
-            )
-        elif needs.noise:
-            filters.temper_(logits, state.temperature, slot)
+        state, positions = self.state, where.num_tokens
+        return ops.draw(logits, state.temperature, state.seeds, positions, slot=where.slot)
 
     def _edit_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
-        state, slot = self.state, where.slot
+        state, slots, slot = self.state, self.slots, where.slot
         history = ops.History(
-            self.slots.token_ids[slot, : where.max_seq_len].long(),
-            where.num_tokens,
-            self.slots.num_prompt_tokens[slot],
+            slots.token_ids, where.num_tokens, slots.num_prompt_tokens, where.max_seq_len
         )
         if needs.bias:
-            bias = state.bias_values[slot]
-            ops.add_bias_(logits, state.bias_ids[slot], bias, state.bias_counts[slot])
+            ops.add_bias_(logits, state.bias_ids, state.bias_values, state.bias_counts, slot)
         if needs.min_tokens:
-            num_output = history.num_tokens - history.num_prompt_tokens
-            too_early = num_output < state.min_tokens[slot]
-            ops.forbid_stops_(logits, state.stop_ids[slot], state.stop_counts[slot], too_early)
+            stops, counts = state.stop_ids, state.stop_counts
+            ops.forbid_stops_(logits, stops, counts, state.min_tokens, history, slot)
         if needs.bad_words:
-            ops.forbid_bad_words_(logits, state.bad_words[slot], history)
+            ops.forbid_bad_words_(logits, state.bad_words, history, slot)
         if needs.penalties:
-            ops.penalise_(
-                logits, history, state.repetition[slot], state.presence[slot], state.frequency[slot]
-            )
+            penalties = (state.repetition, state.presence, state.frequency)
+            ops.penalise_(logits, history, *penalties, slot)

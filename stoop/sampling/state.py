@@ -16,13 +16,15 @@ from stoop.core.sampling_params import (
 from stoop.ops.inputs import StopTensors
 from stoop.ops.sampling import DrawTensors
 
-# A word counts twice: as it is and with a space before it.
+# A word is stored twice: as it is and with a space before it.
 _BAD_WORD_ROWS = 2 * MAX_BAD_WORDS
 _STOP_WIDTH = 2 * MAX_STOP_IDS  # the user's and the model's own
 
 
 @dataclass(frozen=True)
 class SamplingState:
+    """Sampling parameters; the last row is that of the sink."""
+
     temperature: Tensor  # [slots + 1] float32
     top_k: Tensor  # [slots + 1] int64
     top_p: Tensor  # [slots + 1] float32
@@ -33,7 +35,7 @@ class SamplingState:
     seeds: Tensor  # [slots + 1] int64
     min_tokens: Tensor  # [slots + 1] int64
     stop_counts: Tensor  # [slots + 1] int64
-    stop_ids: Tensor  # [slots + 1, width] int64, the first stop_counts count
+    stop_ids: Tensor  # [slots + 1, width] int64; the first stop_counts are valid
     bias_counts: Tensor
     bias_ids: Tensor
     bias_values: Tensor  # float32
@@ -76,7 +78,7 @@ class SamplingState:
         )
 
     def admit(self, staged: StagedWrites, slot: int, rules: TokenRules) -> None:
-        """Write a slot's every parameter, so that nothing of its former holder is left."""
+        """Write every parameter of a slot, so that nothing of its previous request is left."""
         params = rules.params
         # Filters would only break ties of a greedy row.
         greedy = params.greedy

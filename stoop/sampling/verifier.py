@@ -1,9 +1,9 @@
-"""Phase V: which drafts stand, and the token behind them, by each request's own parameters.
+"""Phase V: which drafts are accepted, and the token after them, by each request's own parameters.
 
-The target's token is drawn at each position with the very noise that plain decoding would use, and
-drafts are accepted as long as they agree: the same seed gives the same text with and without
-speculation, whatever the drafts are. Only those that were drawn with noise of their own
-(`probabilistic`) are accepted by the ratio test, and a refused one is replaced from the residual.
+The target's token is drawn at each position with the noise that plain decoding would use, and
+drafts are accepted as long as they agree. So the same seed gives the same text with and without
+speculation, whatever the drafts are. Only drafts that were drawn with their own noise
+(`probabilistic`) take the ratio test, and a rejected one is replaced by a draw from the residual.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from stoop.sampling.sampler import Positions, Sampler, SamplingNeeds
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step yields, by row; buffers that keep their place."""
+    """The tokens of a step, by row, in persistent buffers."""
 
-    packed: Tensor  # [max_reqs * (K + 3)] int64: all of it, for one copy to the host
+    packed: Tensor  # [max_reqs * (K + 3)] int64: all fields, for one copy to the host
     token_ids: Tensor  # [max_reqs, K + 1] int64: tokens, then zeros
-    num_tokens: Tensor  # [max_reqs] int64: how many; 0 for rows that sample nothing
+    num_tokens: Tensor  # [max_reqs] int64: tokens of the row; 0 if it samples nothing
     num_drafts: Tensor  # [max_reqs] int64: drafts that were verified
 
     @staticmethod
@@ -42,6 +42,8 @@ class Verdict:
 
 
 class Verifier:
+    """Accepts drafts and draws the token after them."""
+
     def __init__(self, sampler: Sampler, spec: SpecConfig | None, vocab_size: int) -> None:
         self.sampler = sampler
         self.num_drafts = spec.num_tokens if spec else 0
@@ -51,10 +53,10 @@ class Verifier:
         self.accepts_none: Tensor | None = None  # [slots + 1, K] bool
         if spec and spec.synthetic_rates is not None:
             self.rates = torch.tensor(spec.synthetic_rates, device=device)
-            if not any(spec.synthetic_rates):  # so that a benchmark does not pay for chance
+            if not any(spec.synthetic_rates):  # spare benchmarks the random numbers
                 rows = state.seeds.shape[0]
                 self.accepts_none = torch.zeros(rows, self.num_drafts, device=device).bool()
-        # What each draft was drawn from, by slot; only drafts that are drawn need it.
+        # The logits that each draft was drawn from, by slot; only `probabilistic` drafts need them.
         self.draft_logits: Tensor | None = None
         if spec and spec.draft_sample_method == "probabilistic":
             shape = (state.seeds.shape[0], self.num_drafts, vocab_size)
@@ -68,10 +70,10 @@ class Verifier:
         needs: SamplingNeeds,
         out: Verdict,
     ) -> None:
-        """Which drafts stand, and the token behind them, into `out`.
+        """Write the accepted drafts and the token after them to `out`.
 
-        logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 where no row has
-        drafts; where: their places, not needed if all rows take the likeliest token
+        logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 without drafts
+        where: positions of the logits; None if all rows take the likeliest token
         """
         if where is None:
             chosen = greedy(logits)
@@ -99,7 +101,7 @@ class Verifier:
         )
 
     def _by_ratio(self, logits: Tensor, chosen: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor]:
-        """For rows at a temperature; greedy ones keep their matches."""
+        """Apply the ratio test to rows at a temperature; greedy rows accept what matches."""
         assert self.draft_logits is not None
         accepts, redrawn = ops.judge_drafts(
             logits.view(*chosen.shape, -1),
@@ -109,7 +111,7 @@ class Verifier:
             rows.num_tokens,
             rows.slot,
         )
-        # A position without a draft has nothing to take off: it is drawn as in plain decoding.
+        # A position without a draft has no residual: it is drawn as in plain decoding.
         number = torch.arange(self.num_drafts, device=chosen.device)
         drafted = number < rows.num_drafts[:, None]
         noisy = (rows.temperature > 0)[:, None]
@@ -120,7 +122,7 @@ class Verifier:
 
 
 class _Rows:
-    """A batch's rows with their drafts, out of slot state."""
+    """A batch's rows with their drafts, gathered from slot state."""
 
     def __init__(self, sampler: Sampler, batch: InputBatch, width: int) -> None:
         slots, state = sampler.slots, sampler.state

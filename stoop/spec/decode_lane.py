@@ -9,8 +9,9 @@ from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.config.schema import GraphConfig, ScheduleConfig
+from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.buffers import Buffer, Lifetime
-from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode, SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import BatchShape, Dispatcher, default_sizes
 from stoop.graph.phases import AttentionState
 from stoop.graph.support import GraphSupport

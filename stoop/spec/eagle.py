@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
+from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.buffers import Buffer, Extent, Lifetime
-from stoop.graph.descriptor import SamplingKind
 from stoop.graph.phases import Phase
 from stoop.models.eagle import EagleHead
 from stoop.ops import drafting as ops

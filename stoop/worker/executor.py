@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.checkpoint.report import Report
-from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKind
+from stoop.core.sampling_kind import SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape
 from stoop.graph.manager import CudaGraphManager, GraphBackend, GraphWatch
 from stoop.graph.phases import AttentionState, Lane, Phase, Segment, cut

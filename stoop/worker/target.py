@@ -9,8 +9,9 @@ from torch import Tensor
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.config.schema import Config
+from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.buffers import Buffer, Extent, Lifetime, field_buffers
-from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode
 from stoop.graph.dispatch import BatchShape, Dispatcher
 from stoop.graph.phases import AttentionState, Phase
 from stoop.graph.plan import GraphLimits, plan_graphs

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode, SamplingKind
+from stoop.core.sampling_kind import SamplingKind
+from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import BatchShape, Dispatcher, default_sizes
 from stoop.graph.manager import CapturedAttentionState, CudaGraphManager
 from stoop.graph.plan import GraphLimits, plan_graphs

@@ -81,7 +81,7 @@ def test_taken_rows_are_kept_and_normalised(index: list[int] | None, dtype: torc
     chosen = None if index is None else torch.tensor(index, dtype=torch.int64)
     expected = x if chosen is None else x[chosen]
     out = torch.full((8, 1100), 7.0, dtype=dtype)
-    normed = kernels.take_and_norm(x, chosen, out, len(expected), weight, 1e-5)
+    normed = kernels.take_and_norm(x, chosen, out, weight, 1e-5)
     assert torch.equal(out[: len(expected)], expected)
     assert not out[len(expected) :].any()
     torch.testing.assert_close(
@@ -114,7 +114,7 @@ def test_norms_compile_for_an_h200(size: int, dtype: torch.dtype) -> None:
         kernels.silu_and_mul(torch.zeros(4, 2 * size, dtype=dtype))
         kernels.join_embedded(token_ids, x, x[0], x, x[0], 1e-5)
         for index in (None, torch.zeros(4, dtype=torch.int64)):
-            kernels.take_and_norm(x, index, torch.zeros_like(x), 4, x[0], 1e-5)
+            kernels.take_and_norm(x, index, torch.zeros_like(x), x[0], 1e-5)
     assert len(found) == 6
     for compiled in found:
         print(compiled)

@@ -9,6 +9,7 @@ from torch import Tensor
 from stoop.ops import random as random_reference
 from stoop.ops import sampling as reference
 from stoop.ops import verification as verification_reference
+from stoop.ops.dispatch import Op
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import NEVER, History
 from support.kernel_compiling import MAX_SHARED, compile_launches
@@ -59,9 +60,9 @@ def test_noise_is_the_references(purpose: Purpose) -> None:
     for count in (1, 3, 1025):
         args = (SEEDS, PLACES, purpose, count)
         assert torch.equal(kernels.uniform(*args), random_reference.uniform(*args))
-        torch.testing.assert_close(
-            kernels.gumbel(*args), random_reference.gumbel(*args), rtol=5e-7, atol=5e-7
-        )
+        gumbel = torch.empty(5, count)
+        kernels.noise_(SEEDS, PLACES, int(purpose), True, gumbel)
+        torch.testing.assert_close(gumbel, random_reference.gumbel(*args), rtol=5e-7, atol=5e-7)
 
 
 # ---- the draw ----
@@ -75,12 +76,12 @@ def test_argmax_is_torchs(vocab_size: int, dtype: torch.dtype) -> None:
 
     for kind in ("plain", "ties", "zeros", "banned"):
         logits = some_logits(vocab_size, kind).to(dtype)
-        assert torch.equal(kernels.argmax(logits), logits.argmax(dim=1)), kind
+        assert torch.equal(kernels.greedy(logits), logits.argmax(dim=1)), kind
     logits[0] = NEVER
     logits[1, [40, 49]] = NAN
     logits[2] = NAN
     logits[3, -1] = float("inf")
-    assert kernels.argmax(logits).tolist()[:4] == [0, 40, 0, vocab_size - 1]
+    assert kernels.greedy(logits).tolist()[:4] == [0, 40, 0, vocab_size - 1]
 
 
 @pytest.mark.interpreted
@@ -98,10 +99,9 @@ def test_draws_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
         tempered = logits.float().clone()
         reference.temper_(tempered, TEMPERATURE)
         expected = reference.draw(tempered, TEMPERATURE, SEEDS, PLACES)
-        found = kernels.draw(
-            logits, by_slot(TEMPERATURE), by_slot(SEEDS), PLACES, slot=SLOT, tempers=True
-        )
-        assert torch.equal(found, expected)
+        placed = (by_slot(TEMPERATURE), by_slot(SEEDS), PLACES, Purpose.SAMPLE, SLOT, True)
+        assert torch.equal(kernels.draw(logits, *placed), expected)
+        assert torch.equal(reference.draw(logits.float(), *placed), expected)
 
 
 @pytest.mark.interpreted
@@ -128,51 +128,40 @@ def tables(said: History) -> History:
     return History(by_slot(said.token_ids).int(), said.num_tokens, by_slot(said.num_prompt_tokens))
 
 
-def check_edit(
-    edit: Callable[..., None], slow: Callable[..., None], kind: str, *given: Tensor | History
-) -> None:
-    """By row and by slot, against the reference in float32."""
+def check_edit(edit: Op[..., None], kind: str, *given: Tensor | History) -> None:
+    """By row and by slot, the kernel against the reference in float32."""
     logits = some_logits(300, kind)
     expected = logits.clone()
-    slow(expected, *given)
+    edit.reference(expected, *given)
     assert not torch.equal(expected, logits)
     by_row = logits.clone()
-    edit(by_row, *given)
+    edit.kernel(by_row, *given)
     torch.testing.assert_close(by_row, expected, rtol=1e-6, atol=1e-6)
     placed = [tables(x) if isinstance(x, History) else by_slot(x) for x in given]
-    edit(logits, *placed, slot=SLOT)
+    plain = logits.clone()
+    edit.reference(plain, *placed, slot=SLOT)
+    assert torch.equal(plain, expected)
+    edit.kernel(logits, *placed, slot=SLOT)
     assert torch.equal(logits, by_row)
 
 
 @pytest.mark.interpreted
 def test_bias_is_added() -> None:
-    from stoop.ops.kernels import sampling_edits as kernels
-
     ids = torch.stack([torch.randperm(300)[:20] for _ in range(5)])
     counts = torch.tensor([0, 1, 20, 7, 3])
     for kind in ("plain", "banned"):
-        check_edit(
-            kernels.add_bias_, reference.add_bias_, kind, ids, torch.randn(5, 20) * 9, counts
-        )
+        check_edit(reference.add_bias_, kind, ids, torch.randn(5, 20) * 9, counts)
 
 
 @pytest.mark.interpreted
 def test_stops_are_forbidden_until_min_tokens() -> None:
-    from stoop.ops.kernels import sampling_edits as kernels
-
-    def slow(logits: Tensor, ids: Tensor, counts: Tensor, least: Tensor, said: History) -> None:
-        too_early = said.num_tokens - said.num_prompt_tokens < least
-        reference.forbid_stops_(logits, ids, counts, too_early)
-
     ids, counts = torch.randint(300, (5, 12)), torch.tensor([12, 1, 0, 5, 3])
     least = torch.tensor([1, 1, 9, 1, 99])
-    check_edit(kernels.forbid_stops_, slow, "plain", ids, counts, least, history(20, 300))
+    check_edit(reference.forbid_stops_, "plain", ids, counts, least, history(20, 300))
 
 
 @pytest.mark.interpreted
 def test_bad_words_are_forbidden() -> None:
-    from stoop.ops.kernels import sampling_edits as kernels
-
     said = history(20, 300)
     words = torch.full((5, 6, 4), -1)
     words[:, 0, 3] = torch.arange(5) + 50  # of one token
@@ -181,20 +170,18 @@ def test_bad_words_are_forbidden() -> None:
         words[row, 1, 1:3] = said.token_ids[row, end - 2 : end] if end > 1 else 7
         words[row, 1, 3] = 90 + row  # as it was said, partly in the prompt for some
         words[row, 2] = torch.tensor([39, 39, 39, 99])
-    check_edit(kernels.forbid_bad_words_, reference.forbid_bad_words_, "plain", words, said)
+    check_edit(reference.forbid_bad_words_, "plain", words, said)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("length", [4, 30, 2500])
 def test_penalties_count_the_history(length: int) -> None:
-    from stoop.ops.kernels import sampling_edits as kernels
-
     repetition = torch.tensor([1.0, 1.3, 1.0, 0.7, 1.8])
     presence = torch.tensor([0.0, 0.0, 0.6, -0.4, 0.2])
     frequency = torch.tensor([0.0, 0.0, 0.3, 0.0, -0.1])
     for kind in ("plain", "banned"):
         given = (history(length, 300), repetition, presence, frequency)
-        check_edit(kernels.penalise_, reference.penalise_, kind, *given)
+        check_edit(reference.penalise_, kind, *given)
 
 
 # ---- filters ----
@@ -232,7 +219,7 @@ def test_top_k_and_top_p_keep_what_the_reference_keeps(vocab_size: int, kind: st
     for seed, (top_k, top_p) in enumerate(settings):
         logits = some_logits(vocab_size, kind, seed)
         found = logits.clone()
-        kernels.apply_top_k_top_p_(found, top_k, top_p)
+        kernels.filter_(found, top_k=top_k, top_p=top_p)
         assert torch.equal(found, filtered(logits, None, None, top_k, top_p))
 
 
@@ -245,7 +232,7 @@ def test_equal_logits_stay_from_the_first_on(top_k: int, top_p: float) -> None:
     logits = torch.zeros(1, 64)
     given = torch.tensor([top_k]), torch.tensor([top_p])
     expected = filtered(logits, None, None, *given)
-    kernels.apply_top_k_top_p_(logits, *given)
+    kernels.filter_(logits, None, None, *given)
     assert torch.equal(logits, expected)
 
 
@@ -258,9 +245,9 @@ def test_temperature_and_min_p_alone() -> None:
         expected = logits.clone()
         reference.temper_(expected, TEMPERATURE)
         found = logits.clone()
-        kernels.temper_(found, TEMPERATURE)
+        kernels.filter_(found, TEMPERATURE)
         assert torch.equal(found, expected)
-        kernels.apply_min_p_(found, by_slot(MIN_P), slot=SLOT)
+        kernels.filter_(found, min_p=by_slot(MIN_P), slot=SLOT)
         reference.apply_min_p_(expected, MIN_P)
         assert torch.equal(found, expected)
 
@@ -278,6 +265,10 @@ def test_all_filters_at_once(kind: str) -> None:
         torch.testing.assert_close(found, filtered(logits, *given), rtol=1e-6, atol=0)
         kernels.filter_(placed, *map(by_slot, given), slot=SLOT)
         assert torch.equal(placed, found)
+        plain, by_row = logits.clone(), logits.clone()
+        reference.filter_(plain, *map(by_slot, given), slot=SLOT)
+        reference.filter_(by_row, *given)
+        assert torch.equal(plain, by_row)
         for row in range(5):
             one = slice(row, row + 1)
             kernels.filter_(alone[one], *(each[one] for each in given))
@@ -377,7 +368,7 @@ def test_draws_and_scores_compile_for_an_h200(vocab_size: int, dtype: torch.dtyp
     from stoop.ops.kernels import verification
 
     logits, temperature = torch.zeros(4, vocab_size, dtype=dtype), torch.zeros(4)
-    check_compiled(lambda: kernels.argmax(logits), 2)
+    check_compiled(lambda: kernels.greedy(logits), 2)
     check_compiled(lambda: kernels.draw(logits, temperature, ints(4), ints(4)), 2)
     check_compiled(
         lambda: kernels.draw(logits, temperature, ints(4), ints(4), slot=ints(4), tempers=True), 2
@@ -405,8 +396,8 @@ def test_edits_and_filters_compile_for_an_h200(vocab_size: int) -> None:
     check_compiled(
         lambda: sampling_filters.filter_(logits, floats, floats, slot, floats, slot=slot), 5
     )
-    check_compiled(lambda: sampling_filters.temper_(logits, floats), 1)
-    check_compiled(lambda: sampling_filters.apply_min_p_(logits, floats), 3)
-    check_compiled(lambda: sampling_filters.apply_top_k_top_p_(logits, slot, floats), 5)
-    check_compiled(lambda: random.gumbel(slot, slot, Purpose.SAMPLE, vocab_size), 1)
+    check_compiled(lambda: sampling_filters.filter_(logits, floats), 1)
+    check_compiled(lambda: sampling_filters.filter_(logits, min_p=floats), 3)
+    check_compiled(lambda: sampling_filters.filter_(logits, top_k=slot, top_p=floats), 5)
+    check_compiled(lambda: random.noise_(slot, slot, int(Purpose.SAMPLE), True, logits), 1)
     check_compiled(lambda: random.uniform(slot, slot, Purpose.SAMPLE, vocab_size), 1)

@@ -456,7 +456,9 @@ def test_invariant_25_oversize_writes_raise() -> None:
     with pytest.raises(IndexError):
         runner.target.state.admit(runner.staged, too_long)
     with pytest.raises(IndexError):
-        runner.target.state.append_blocks(runner.staged, BlockAppend(0, runner.target.state.max_blocks, [1]))
+        runner.target.state.append_blocks(
+            runner.staged, BlockAppend(0, runner.target.state.max_blocks, [1])
+        )
     many = make_rules(stop_ids=range(200))
     with pytest.raises(IndexError):
         runner.target.sampling_state.admit(runner.staged, 0, many)

@@ -544,15 +544,17 @@ def presence_counts_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def noise_without_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = ops.draw
-    monkeypatch.setattr(ops, "draw", lambda x, t, s, p: draw(x, t, s * 0, p))
+    monkeypatch.setattr(ops, "draw", lambda x, t, s, p, slot: draw(x, t, s * 0, p, slot=slot))
 
 
 def temperature_after_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     temper, draw = ops.temper_, ops.draw
 
-    def late(logits: torch.Tensor, t: torch.Tensor, s: torch.Tensor, p: torch.Tensor) -> Any:
-        temper(logits, t)
-        return draw(logits, t, s, p)
+    def late(
+        logits: torch.Tensor, t: torch.Tensor, *given: torch.Tensor, slot: torch.Tensor
+    ) -> Any:
+        temper(logits, t[slot])
+        return draw(logits, t, *given, slot=slot)
 
     monkeypatch.setattr(ops, "temper_", lambda logits, t: None)
     monkeypatch.setattr(ops, "draw", late)

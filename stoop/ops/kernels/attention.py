@@ -1,8 +1,8 @@
-"""Attention over the paged cache: split over keys for a few query tokens a row, tiled for prompts.
+"""Attention over the paged cache: split over keys for few query tokens per row, tiled for prompts.
 
 Both kernels put all query heads of one KV head into a tile, so that each key is read once. Grids
-depend on padded counts alone: which row, which keys and how many splits is found on the device,
-and programs without work end at once. So a captured graph serves any lengths.
+depend on padded counts only: programs find their row, keys and splits on the device, and those
+without work exit at once. So a captured graph serves any lengths.
 """
 
 import math
@@ -39,19 +39,19 @@ from stoop.ops.kernels.launch import (
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
-FULL_ATTENTION = 0  # the window of layers that have none
-ANY_LENGTH = 0  # the bound of batches whose rows have query tokens in any number
+FULL_ATTENTION = 0  # the window of layers without one
+ANY_LENGTH = 0  # the max_query_len of batches whose rows have any number of query tokens
 
-# In batches of any lengths, requests of no more query rows than this count as decodes.
+# In batches of any lengths, requests with at most this many query rows count as decodes.
 SHORT_ROWS = 64
 MAX_SPLITS = 64
-# Rows of a mixed batch are mostly padding in a graph: the live ones are split all the same.
+# In a graph, most rows of a mixed batch are padding: the live ones are split nevertheless.
 MIN_MIXED_SPLITS = 4
 MAX_PARTIAL_BYTES = 128 * 2**20
-REDUCE_PROGRAMS = 16  # a row and KV head
-# With small heads and few rows a step is bound by the latency of its kernels, and they overlap best
-# if attention takes no more memory than one program a processor needs.
-ONE_A_PROCESSOR = 43
+REDUCE_PROGRAMS = 16  # per row and KV head
+# With small heads and few rows a step is bound by the latency of its kernels. They overlap best if
+# attention takes no more shared memory than one program per SM needs.
+ONE_PER_SM = 43
 
 
 @triton.jit(do_not_specialize=["part_size", "max_len", "num_tokens", "num_reqs"])
@@ -69,7 +69,7 @@ def _split_kernel(
     ALONE: no other kernel serves the batch, so padding is zeroed here. DIVISION: see launch.py.
     """
     let_next_start(PDL)
-    # Lengths and pages were there before this kernel could start: see launch.py.
+    # Lengths and pages were written before this kernel could start: see launch.py.
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, query_len, context, seq_len = row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
     table_ptr += load_early(slot_ptr + row) * table_stride
@@ -124,7 +124,7 @@ def _reduce_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum up the splits that a row has. One query head of one token at a time."""
+    """Reduce the splits of a row, one query head of one token at a time."""
     let_next_start(PDL)
     kv_head, lane, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, query_len, context, seq_len = row_of(start_loc_ptr, context_ptr, seq_len_ptr, row)
@@ -162,9 +162,9 @@ def _tile_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of neighbouring query tokens of one row of more than short, for one KV head."""
+    """A tile of neighbouring query tokens of a row with more than `short`, for one KV head."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's end has most to do: first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # most work first: a prompt's end
     kv_head = tl.program_id(1)
     end = tl.load(start_loc_ptr + num_reqs)
     if (tile + 1) * BLOCK_Q > end:
@@ -213,89 +213,99 @@ def _tile_kernel(
 
 
 @dataclass(frozen=True)
-class Tiling:
+class AttentionTiling:
+    """Tile sizes and launch options of an attention kernel."""
+
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
 
 
-def split_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """For `rows` query rows of a KV head, whose keys are to arrive as fast as memory gives them.
+def split_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionTiling:
+    """For `rows` query rows per KV head, bound by the memory bandwidth of reading keys and values.
 
-    Two programs of 128 columns fit a processor, with two tiles of keys and values each under way.
+    Two programs of 128 columns fit an SM, each with two tiles of keys and values in flight.
     """
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
-        return Tiling(block_m, 32 if block_m == 16 else 16, 8, 2)
+        return AttentionTiling(block_m, 32 if block_m == 16 else 16, 8, 2)
     block_n = 64 if head_dim <= 128 else 32
-    return Tiling(block_m, block_n, 8 if block_m > 64 else 4, 4 if block_m <= 32 else 3)
+    return AttentionTiling(block_m, block_n, 8 if block_m > 64 else 4, 4 if block_m <= 32 else 3)
 
 
-def prompt_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """float32 has no tensor cores: its tiles are small enough to stay in registers."""
+def prompt_tiling(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiling:
+    """For prompts. float32 has no tensor cores: its tiles are small enough to stay in registers."""
     if dtype == torch.float32:
-        return Tiling(max(32, triton.next_power_of_2(group)), 16, 8, 2)
-    return Tiling(128 if head_dim <= 128 else 64, 64 if head_dim <= 128 else 32, 8, 3)
+        return AttentionTiling(max(32, triton.next_power_of_2(group)), 16, 8, 2)
+    return AttentionTiling(128 if head_dim <= 128 else 64, 64 if head_dim <= 128 else 32, 8, 3)
 
 
-def _fitting(tiling: Tiling, device: torch.device) -> Tiling:
-    """With no more keys under way than there is room for."""
+def _fitting(tiling: AttentionTiling, device: torch.device) -> AttentionTiling:
+    """With fewer keys in flight where shared memory is small."""
     return tiling if has_large_tiles(device) else replace(tiling, num_stages=2)
 
 
 def max_decode_rows(head_dim: int, dtype: torch.dtype) -> int:
-    """More query rows than this are no longer bound by reading keys, or do not fit."""
+    """The most query rows per KV head that the split kernel serves: more are no longer bound by
+    reading keys, or do not fit."""
     if dtype == torch.float32:
         return 32
     return 128 if head_dim <= 128 else 64
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a batch is cut; it follows from counts that a graph's descriptor fixes."""
+class AttentionPlan:
+    """How a batch is split; it depends only on counts that a graph's descriptor fixes."""
 
-    max_query_len: int  # of rows that the split kernel serves; 0: it serves none
-    mixed: bool  # rows of more go to the other kernel
+    max_query_len: int  # of rows that the split kernel serves; 0: none
+    mixed: bool  # longer rows go to the prompt kernel
     num_splits: int
     num_parts: int  # partial results: query heads of tokens, times splits
 
     def partial_size(self, head_dim: int) -> int:
+        """Floats of the partial results: weighted values, maximum and sum of each part."""
         return self.num_parts * (head_dim + 2)
 
 
-def count_processors(device: torch.device) -> int:
-    """Streaming multiprocessors; where there are none, those of an H200."""
+def count_sms(device: torch.device) -> int:
+    """SMs of a GPU; without one, those of an H200."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _division(head_dim: int, num_rows: int) -> int:
-    """num_rows: KV heads of all requests. As many programs a processor as fit, unless few come."""
-    return ONE_A_PROCESSOR if head_dim <= 64 and num_rows <= 4 else SHARED_FIRST
+    """Shared memory carveout: room for as many programs per SM as fit, unless there are few.
+
+    num_rows: KV heads of all requests
+    """
+    return ONE_PER_SM if head_dim <= 64 and num_rows <= 4 else SHARED_FIRST
 
 
 def plan_attention(
     q: Tensor, num_kv_heads: int, num_reqs: int, max_query_len: int, num_sms: int
-) -> Plan:
-    """q: [tokens, heads, head_dim], padded; num_reqs: padded; num_sms: processors to keep busy"""
+) -> AttentionPlan:
+    """Choose the kernels of a batch and its splits.
+
+    q: [tokens, heads, head_dim], padded; num_reqs: padded; num_sms: SMs to keep busy
+    """
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
     max_rows = max_decode_rows(head_dim, q.dtype)
     mixed = max_query_len == ANY_LENGTH or max_query_len * group > max_rows
     if mixed:
-        # A batch of one row that is no decode is a prompt.
+        # A batch of one row that is not a decode is a prompt.
         max_query_len = 0 if num_reqs == 1 else max(1, min(SHORT_ROWS, max_rows) // group)
     if max_query_len == 0:
-        return Plan(0, True, 1, 0)
-    programs = num_sms * (4 if head_dim <= 64 else 2)  # that run at a time
+        return AttentionPlan(0, True, 1, 0)
+    programs = num_sms * (4 if head_dim <= 64 else 2)  # that run at the same time
     wanted = programs // (num_reqs * num_kv_heads)
     places = min(num_tokens, num_reqs * max_query_len) * num_heads
     room = MAX_PARTIAL_BYTES // max(places * (head_dim + 2) * 4, 1)
     wanted = max(wanted, MIN_MIXED_SPLITS if mixed else 1)
     splits = max(1, min(wanted, room, MAX_SPLITS))
-    return Plan(max_query_len, mixed, splits, places * splits if splits > 1 else 0)
+    return AttentionPlan(max_query_len, mixed, splits, places * splits if splits > 1 else 0)
 
 
 @register(
@@ -319,14 +329,14 @@ def paged_attention(
     partials: Tensor,
     out: Tensor,
 ) -> None:
-    """Rows of at most `max_query_len` query tokens by the split kernel, others by that of prompts.
+    """Serve rows of up to `max_query_len` query tokens by the split kernel, others by the tiles.
 
     q: [tokens, heads, head_dim], heads contiguous; out: the same, contiguous
     cache: [2, num_blocks, block_size, kv_heads, head_dim]
     query_start_loc: [rows + 1] int32; context_lens, seq_lens: [rows] int32; row_slots: [rows] int64
     block_table: [slots, max_blocks] int32, by slot
-    max_query_len, mixed, num_splits: as in `Plan`; without `mixed` no row has more tokens
-    partials: [Plan.partial_size] float32, written before it is read
+    max_query_len, mixed, num_splits: as in `AttentionPlan`; without `mixed` no row has more tokens
+    partials: [AttentionPlan.partial_size] float32, written before it is read
     """
     assert q.stride(2) == 1 and cache.stride(4) == 1 and block_table.stride(1) == 1
     assert out.is_contiguous() and out.dtype == q.dtype
@@ -343,7 +353,7 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments that the kernels share, in their order."""
+    """Arguments that the kernels share, in the order they take them."""
 
     pointers: tuple[Tensor, ...]
     numbers: tuple[float, int, int, int]

@@ -1,4 +1,4 @@
-"""What the attention kernels are made of: pages, parts of the softmax, splits, padding."""
+"""Parts of the attention kernels: pages, the online softmax, splits, padding."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from stoop.ops.kernels.launch import load_early, prefetch
 
 PREFETCHED_TILES = tl.constexpr(1)
-ROW_CHUNK = tl.constexpr(256)  # rows that the search for a tile's row looks at together
+ROW_CHUNK = tl.constexpr(256)  # rows per block of the search for a tile's row
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def dot(a, b, acc, WIDE: tl.constexpr):
 
 @triton.jit
 def load_tile(ptr, offset, mask, column, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """[keys, columns]; what is masked comes as 0, which also keeps a stale NaN out of products."""
+    """[keys, columns]; masked elements are 0, which also keeps a stale NaN out of products."""
     if MASKED:
         return tl.load(ptr + offset, mask=mask[:, None] & (column < HEAD_DIM), other=0.0)
     if column.shape[1] != HEAD_DIM:
@@ -28,14 +28,14 @@ def load_tile(ptr, offset, mask, column, MASKED: tl.constexpr, HEAD_DIM: tl.cons
 
 @triton.jit
 def pages(table_ptr, start, first, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the keys from start on. No page outside of first..seq_len is read, nor its number."""
+    """Page numbers of the keys from `start` on. None outside of first..seq_len is read."""
     key = start + tl.arange(0, BLOCK_N)
     return load_early(table_ptr + key // PAGE, mask=(key >= first) & (key < seq_len), other=0)
 
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The softmax before any key: the highest score, the sum of weights, weighted values."""
+    """The softmax before any key: the maximum, the sum of weights, the weighted values."""
     peak, total = tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     return peak, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
@@ -47,9 +47,9 @@ def attend(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Let queries at `position` see the keys from start to stop: one more part of the softmax.
+    """Add the keys from start to stop to the online softmax of the queries at `position`.
 
-    page: those of the first keys. Powers are of 2: `scale` has log2(e).
+    page: page numbers of the first keys. Exponentials are powers of 2: `scale` includes log2(e).
     """
     column = tl.arange(0, q.shape[1])[None, :]
     key = start + tl.arange(0, BLOCK_N)
@@ -59,7 +59,7 @@ def attend(
             live &= key >= first
         place = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
         offset = place[:, None] + column
-        # One tile ahead: the loads below are pipelined only if their pages are known already.
+        # One tile ahead: the loads below are pipelined only if their page numbers are known.
         page = tl.load(table_ptr + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < seq_len, other=0)
         k = load_tile(key_ptr, offset, live, column, MASKED, HEAD_DIM).to(q.dtype)
         zero = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
@@ -82,7 +82,7 @@ def attend(
 
 @triton.jit
 def first_key(position, window, WINDOWED: tl.constexpr):
-    """The oldest key that a query sees."""
+    """The oldest key that a query attends to."""
     if WINDOWED:
         return tl.maximum(position - window + 1, 0)
     return position * 0
@@ -90,7 +90,8 @@ def first_key(position, window, WINDOWED: tl.constexpr):
 
 @triton.jit
 def splits(context, seq_len, window, num_splits, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first key of the first split, and keys of each: the same in both kernels that ask."""
+    """Return the first key, the start of the first split, and keys per split. The split and the
+    reduce kernel both use this."""
     first = first_key(tl.minimum(context, seq_len - 1), window, WINDOWED)
     start = first // BLOCK_N * BLOCK_N
     size = tl.cdiv(tl.cdiv(seq_len - start, num_splits), BLOCK_N) * BLOCK_N
@@ -102,7 +103,7 @@ def store_zeros(
     out_ptr, begin, end, num_tokens, kv_head, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens that start at `begin`, those from `end` on are padding."""
+    """Zero the output of padding: of the tile of tokens at `begin`, those from `end` on."""
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)[None, :]
     token = begin + row // GROUP
@@ -117,9 +118,9 @@ def zero_padding(
     out_ptr, row, end, num_tokens, num_reqs, max_len, kv_head, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A row's part of the tokens behind `end`, if there are any."""
-    behind = tl.where(num_tokens > end, num_tokens, 0)
-    for place in range(row * max_len, behind, num_reqs * max_len):
+    """Zero a row's share of the padding tokens after `end`, if there are any."""
+    limit = tl.where(num_tokens > end, num_tokens, 0)
+    for place in range(row * max_len, limit, num_reqs * max_len):
         stop = tl.minimum(num_tokens, place + max_len)
         store_zeros(
             out_ptr, place, end, stop, kv_head, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D
@@ -128,6 +129,7 @@ def zero_padding(
 
 @triton.jit
 def row_of(start_loc_ptr, context_ptr, seq_len_ptr, row):
+    """Return first query token, query tokens, context length and sequence length of a row."""
     begin = load_early(start_loc_ptr + row)
     query_len = load_early(start_loc_ptr + row + 1) - begin
     return begin, query_len, load_early(context_ptr + row), load_early(seq_len_ptr + row)
@@ -138,11 +140,11 @@ def prefetch_keys(
     key_ptr, table_ptr, start, stop, first, value_stride, page_stride, token_stride,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The first ones from start to stop: while those of this step are made, those of earlier steps
-    are on their way."""
+    """Prefetch the first keys and values from start to stop: those of earlier steps are on their
+    way while the previous kernel computes those of this step."""
     SIZE: tl.constexpr = HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth // 8
     if SIZE % 16 == 0:
-        lane = tl.arange(0, 2 * BLOCK_N)  # keys, then values: one a thread, more or less
+        lane = tl.arange(0, 2 * BLOCK_N)  # keys, then values: about one per thread
         for tile in tl.static_range(PREFETCHED_TILES):
             key = start + tile * BLOCK_N + lane % BLOCK_N
             wanted = (key >= first) & (key < stop)
@@ -156,7 +158,7 @@ def prefetch_keys(
 def store_part(
     part_ptr, part_size, part, inside, alive, peak, total, acc, column, HEAD_DIM: tl.constexpr
 ):
-    """A split's share of the softmax: weighted values, the highest score and the sum of weights."""
+    """Store a split's part of the softmax: weighted values, maximum and sum of weights."""
     tl.store(part_ptr + part[:, None] * HEAD_DIM + column, acc, mask=inside)
     sums_ptr = part_ptr + part_size * HEAD_DIM
     tl.store(sums_ptr + part, peak, mask=alive)
@@ -165,15 +167,15 @@ def store_part(
 
 @triton.jit
 def first_part(row, begin, max_len):
-    """Where a row of at most max_len tokens has its partial results, in min(tokens, rows * max_len)
-    places: never in those of the row before, by either bound."""
+    """Index of the first partial result of a row of at most max_len tokens, out of
+    min(tokens, rows * max_len). By either bound, it lies past those of the row before."""
     return tl.minimum(begin, row * max_len)
 
 
 @triton.jit
 def find_row(start_loc_ptr, tile, num_reqs, BLOCK_Q: tl.constexpr):
-    """The row of a tile. Row r has tiles from starts[r] // BLOCK_Q + r on: enough for it, and
-    perhaps one more, which is empty."""
+    """The row of a tile. Row r has tiles from starts[r] // BLOCK_Q + r on: as many as it needs, or
+    one more, which is empty."""
     row = -1
     for begin in range(0, num_reqs, ROW_CHUNK):
         number = begin + tl.arange(0, ROW_CHUNK)

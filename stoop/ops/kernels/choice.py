@@ -1,4 +1,4 @@
-"""Who serves a tensor: a kernel or the torch reference."""
+"""Whether a tensor is served by a kernel or by the torch reference, and what the device can do."""
 
 import functools
 import os
@@ -13,26 +13,31 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs kernels on a CPU, as its tests do."""
+    """Whether Triton's interpreter runs kernels on a CPU, as in tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has_kernels(device: torch.device) -> bool:
+    """Whether kernels can run on a device."""
     return device.type == "cuda" or (device.type == "cpu" and interpreted())
 
 
 def uses_kernels(tensor: Tensor) -> bool:
-    """Kernels compute in float32, so float64 is left to torch; integers are served."""
-    known = tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point
-    return known and not _off and has_kernels(tensor.device)
+    """Whether a kernel serves an operation on this tensor.
+
+    Kernels compute in float32, so float64 is left to torch; integers are served.
+    """
+    if _off or not has_kernels(tensor.device):
+        return False
+    return tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point
 
 
-_off = 0  # how many of the blocks below are open
+_off = 0  # how many `without_kernels` blocks are open
 
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Leave all to torch, as training has to: kernels have no gradients."""
+    """Use references only, as training must: kernels have no gradients."""
     global _off
     _off += 1
     try:
@@ -41,19 +46,19 @@ def without_kernels() -> Iterator[None]:
         _off -= 1
 
 
-# Where kernels are only compiled, they are for an H200.
+# Without a GPU, kernels are only compiled, and the target is an H200.
 
 
 @functools.cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one before it has ended: from Hopper on."""
+    """Whether a kernel can start before its predecessor has ended: from Hopper on."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def has_large_tiles(device: torch.device) -> bool:
-    """Whether a program can have as much shared memory as on an H200, 227 KB; consumer GPUs have
-    99."""
+    """Whether a program can have as much shared memory as on an H200, 227 KB. Consumer GPUs have
+    99 KB."""
     if device.type != "cuda":
         return True
     from triton.runtime import driver

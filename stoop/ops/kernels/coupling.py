@@ -1,4 +1,4 @@
-"""Drafts that are drawn with the noise that will draw the target's tokens."""
+"""Coupled drafts: drawn with the noise that will draw the target's tokens."""
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ def draw_as_target(
     d2t: Tensor | None,
     filters: bool,
 ) -> Tensor:
+    """[n] int64: each row's next draft; the temperature is applied by the filters or the draw."""
     slot = step.row_slots[: logits.shape[0]]
     if filters:
         filter_(logits, how.temperature, how.min_p, how.top_k, how.top_p, slot)

@@ -1,4 +1,4 @@
-"""Phases P and D: what a drafter reads, and where its drafts go."""
+"""Phases P and D: a drafter's inputs out of slot state, and its drafts back into it."""
 
 import torch
 import triton
@@ -66,7 +66,7 @@ def draft_room_(
 
 
 def draft_room(slots: SlotTensors, step: StepTensors, position_limit: int) -> Tensor:
-    """[max_reqs] int64: drafts that each row may have behind its known tokens now."""
+    """[max_reqs] int64: the most drafts that each row may have after its known tokens."""
     room = torch.empty_like(step.row_slots)
     draft_room_(
         slots.num_tokens, slots.draft_limit, slots.token_limit, step.row_slots, step.samples,
@@ -102,7 +102,7 @@ def _prepare_draft_prefill_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of rows and a block of tokens a program."""
+    """A block of rows and a block of tokens per program."""
     start_in_turn(PDL)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
@@ -172,7 +172,7 @@ def prepare_draft_prefill(
     out: PrefillTensors,
     position_limit: int,
 ) -> None:
-    """Ids shifted by one, each row's last true slot, and its room."""
+    """Write the token ids shifted by one, each row's last valid index, and its room."""
     prepare_draft_prefill_(
         slots.token_ids, slots.num_tokens, slots.num_computed, slots.draft_limit,
         slots.token_limit, rows.query_start_loc, step.positions, step.slot_mapping,
@@ -207,7 +207,7 @@ def _prepare_draft_decode_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of rows a program; each counts the live rows for itself."""
+    """A block of rows per program; each program counts the live rows itself."""
     start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < max_reqs
@@ -274,9 +274,10 @@ def prepare_draft_decode(
     query_start_loc: Tensor,
     out: StepTensors,
 ) -> None:
-    """One token a row, the newest draft; of `out` the rest is shared with `step`.
+    """Write the inputs of a draft decode: one token per row, its newest draft.
 
     room: [max_reqs] int64; query_start_loc: [max_reqs + 1] int32, written
+    out: the fields that are not written here are shared with `step`
     """
     prepare_draft_decode_(
         slots.token_ids, slots.num_tokens, slots.num_drafts, slots.block_table, rows.idx_mapping,
@@ -306,7 +307,8 @@ def _commit_draft_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A lane a row, so that it alone reads and writes a slot; rows without room write none."""
+    """One lane per row, so that only it reads and writes the slot; rows without room write
+    nothing."""
     start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
@@ -353,10 +355,10 @@ def commit_draft(
     token_ids: Tensor,
     d2t: Tensor | None = None,
 ) -> Tensor:
-    """Put one more draft behind each row that has room; returns [n] int64, its number there.
+    """Append one draft to each row that has room; return its index among the drafts, [n] int64.
 
-    token_ids: [n] int64 for the first n rows; d2t: [draft vocabulary] int64, added to them. Rows
-    without room are numbered -1.
+    token_ids: [n] int64 for the first n rows; rows without room get index -1
+    d2t: [draft vocabulary] int64, added to the ids
     """
     number = torch.empty_like(token_ids)
     commit_draft_(
@@ -366,7 +368,7 @@ def commit_draft(
     return number
 
 
-# ---- prompt lookup ----
+# ---- n-gram lookup ----
 
 
 @triton.jit
@@ -385,14 +387,14 @@ def _look_up_ngrams_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program. Reads known tokens alone and writes behind them: nobody has to wait."""
+    """One row per program. It reads known tokens and writes after them, so no barrier is needed."""
     row = tl.program_id(0)
     slot = tl.load(row_slots_ptr + row)
     if slot != sink:
         text = token_ids_ptr + slot * token_ids_stride
         known = tl.load(num_tokens_ptr + slot).to(tl.int32)
         room = tl.load(room_ptr + row).to(tl.int32)
-        # Each lane keeps the longest run that it has met, of equals the first.
+        # Each lane keeps the longest run it has seen, the first of equal ones.
         best = tl.zeros((BLOCK,), tl.int32)
         place = tl.zeros((BLOCK,), tl.int32)
         for begin in range(0, tl.where(room > 0, known - 1, 0), BLOCK):
@@ -446,10 +448,10 @@ def look_up_ngrams_(
 def look_up_ngrams(
     slots: SlotTensors, step: StepTensors, room: Tensor, sizes: tuple[int, int], count: int
 ) -> None:
-    """Draft what once followed the longest earlier repetition of a row's last tokens.
+    """Find the longest n-gram that ends a row's tokens and occurs earlier, and draft what followed.
 
-    sizes: fewest and most tokens that must repeat; count: most drafts of a row. Of several
-    repetitions of one length the earliest counts.
+    sizes: smallest and largest n; count: the most drafts of a row. Of several occurrences of the
+    same n the earliest is used.
     """
     least, most = sizes
     look_up_ngrams_(

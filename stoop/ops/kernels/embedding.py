@@ -1,4 +1,4 @@
-"""The lookup of embeddings, which opens a pass over the layers."""
+"""Embedding lookup, the first kernel of a forward pass."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ BLOCK = 1024
 
 @triton.jit
 def _embed_kernel(token_ids_ptr, table_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """In this order: kernels behind it read, before they wait, what was there before it."""
+    """Waits before it signals: later kernels read early what was written before this one."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -24,6 +24,7 @@ def _embed_kernel(token_ids_ptr, table_ptr, out_ptr, size, BLOCK: tl.constexpr, 
 
 @register("embed_(Tensor token_ids, Tensor table, Tensor(a!) out) -> ()")
 def embed_(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
+    """token_ids: [tokens], table: [vocab_size, n], out: [tokens, n], all contiguous"""
     tokens, size = out.shape
     assert table.is_contiguous() and out.is_contiguous() and token_ids.is_contiguous()
     _embed_kernel[(tokens, triton.cdiv(size, BLOCK))](
@@ -32,6 +33,7 @@ def embed_(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Look up one row of the table per token; all contiguous."""
     out = table.new_empty(token_ids.shape[0], table.shape[1])
     embed_(token_ids, table, out)
     return out

@@ -31,10 +31,12 @@ def _load(ptr, inputs, num_inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(ptr, inputs, spoken, num_inputs, EVEN: tl.constexpr):
+def _load_tokens(ptr, inputs, token_mask, num_inputs, EVEN: tl.constexpr):
     """Masked, for if all programs asked for the last token in place of those that are not there,
     they would wait for one another."""
-    return tl.load(ptr + inputs, mask=spoken if EVEN else spoken & (inputs < num_inputs), other=0.0)
+    return tl.load(
+        ptr + inputs, mask=token_mask if EVEN else token_mask & (inputs < num_inputs), other=0.0
+    )
 
 
 @triton.jit
@@ -65,12 +67,12 @@ def _gated_kernel(
         prefetch(lane_ptr, tl.where(lane < 2 * OUTPUTS, AHEAD, 0))
     wait_for_inputs(PDL)
     token = tl.arange(0, BLOCK_T)
-    rows_ptr, spoken = x_ptr + token[:, None] * num_inputs, (token < num_tokens)[:, None]
+    rows_ptr, token_mask = x_ptr + token[:, None] * num_inputs, (token < num_tokens)[:, None]
     gate = tl.zeros((BLOCK_T, OUTPUTS), tl.float32)
     up = tl.zeros((BLOCK_T, OUTPUTS), tl.float32)
     for start in range(0, num_inputs, BLOCK_K):
         inputs = start + tl.arange(0, BLOCK_K)[None, :]
-        x = _load_tokens(rows_ptr, inputs, spoken, num_inputs, EVEN)
+        x = _load_tokens(rows_ptr, inputs, token_mask, num_inputs, EVEN)
         gate = _dot(x, _load(gate_ptr[:, None], inputs, num_inputs, EVEN), gate, WIDE)
         up = _dot(x, _load(up_ptr[:, None], inputs, num_inputs, EVEN), up, WIDE)
     if bias_ptr is not None:
@@ -78,7 +80,7 @@ def _gated_kernel(
         up += tl.load(bias_ptr + num_outputs + row).to(tl.float32)[None, :]
     out = gate / (1.0 + tl.exp(-gate)) * up
     place = token[:, None].to(tl.int64) * num_outputs + output[None, :]
-    stored = spoken & (output < num_outputs)[None, :]
+    stored = token_mask & (output < num_outputs)[None, :]
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=stored)
 
 

@@ -13,13 +13,13 @@ ROWS_PER_WARP = 32
 
 
 def rows_per_warp(columns: int) -> int:
-    """Rows of a tile of which no thread has more than four numbers, if a row has up to 128."""
+    """Rows of a tile in which a thread holds at most four elements, for up to 128 columns."""
     return max(1, min(ROWS_PER_WARP, 128 // columns))
 
 
 @triton.jit
 def find_row(starts_ptr, token, max_reqs, BITS: tl.constexpr):
-    """The last row that starts at a token or before it; BITS: of the largest row number"""
+    """The last row that starts at or before a token; BITS: bits of the largest row index"""
     row = token * 0
     for index in tl.static_range(BITS):
         further = row + (1 << (BITS - 1 - index))
@@ -40,11 +40,12 @@ def _read_row(
     num_drafts_ptr,
     token_limit_ptr,
 ):
-    """slot (-1 for padding), first query token, live query tokens, known and computed tokens"""
+    """Return slot (-1 for padding), first query token, live query tokens, known and computed
+    tokens of a row."""
     slot = tl.load(idx_mapping_ptr + row, mask=inside, other=-1)
     known = tl.load(num_tokens_ptr + slot, mask=slot >= 0, other=0)
     limit = tl.load(token_limit_ptr + slot, mask=slot >= 0, other=0)
-    live = known < limit  # else its request has ended
+    live = known < limit  # otherwise the request has ended
     slot = tl.where(live, slot, -1)
     known = tl.where(live, known, 0)
     start = tl.load(starts_ptr + row, mask=inside, other=0).to(tl.int64)
@@ -63,7 +64,7 @@ def _prepare_inputs_kernel(
     row_slots_ptr, sink, token_ids_stride, block_table_stride, max_reqs, max_tokens,
     BLOCK_SIZE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows and a block of tokens a program; tokens do not wait for their rows."""
+    """A block of rows and a block of tokens per program; tokens do not wait for row results."""
     start_in_turn(PDL)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
@@ -90,7 +91,7 @@ def _prepare_inputs_kernel(
         num_drafts_ptr, token_limit_ptr,
     )  # fmt: skip
     offset = place - start
-    # None is behind the last row's end: a row's live tokens end before the row does.
+    # No live token lies past the last row: a row's live tokens end where the row does, or before.
     live = (slot >= 0) & (offset < live_len)
     position = tl.where(live, computed + offset, 0)
     token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=live, other=0)
@@ -142,7 +143,7 @@ def prepare_inputs_(
 
 
 def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
-    """Each output over its whole extent."""
+    """Run phase I: write all of `out`, over its whole extent."""
     prepare_inputs_(
         slots.token_ids, slots.num_tokens, slots.num_computed, slots.num_drafts, slots.token_limit,
         slots.block_table, rows.idx_mapping, rows.query_start_loc, block_size, out.input_ids,
@@ -158,7 +159,7 @@ def _commit_tokens_kernel(
     num_drafts_ptr, token_limit_ptr, sink, token_ids_stride, stop_ids_stride, max_len, max_reqs,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One warp a block of rows; all is read before anything is written."""
+    """One warp per block of rows; everything is read before anything is written."""
     start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(row_slots_ptr + row, mask=row < max_reqs, other=sink)
@@ -191,7 +192,7 @@ def _commit_tokens_kernel(
     tl.store(text + where, token_ids, mask=taken & (where < max_len))
     newest = known + num_sampled - 1
     tl.store(num_tokens_ptr + slot, newest + 1, mask=live)
-    # All but the newest token have their KV; of a chunk, all its tokens.
+    # All tokens but the newest have their KV; all tokens of a chunk do.
     computed = tl.where(samples > 0, newest, computed + (end - start))
     tl.store(num_computed_ptr + slot, computed, mask=live)
     tl.store(num_drafts_ptr + slot, tl.zeros_like(slot), mask=live)
@@ -239,8 +240,8 @@ def commit_tokens(
     sampled: Tensor,
     num_sampled: Tensor,
 ) -> None:
-    """A step's tokens are computed, its samples known, its drafts used up; a stop token ends its
-    request; the sink is left alone.
+    """Run phase U: append the sampled tokens, advance the counters, drop the drafts. A stop token
+    ends its request. The sink is not written.
 
     sampled: [max_reqs, K + 1] int64, contiguous; num_sampled: [max_reqs] int64
     """

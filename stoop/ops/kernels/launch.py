@@ -1,15 +1,16 @@
 """How kernels are launched so that they overlap.
 
-Programmatic dependent launch: a kernel starts while the one before it still runs.
+Programmatic dependent launch (PDL): a kernel starts while its predecessor still runs.
 
-What it may do before `wait_for_inputs` is what no earlier kernel can spoil: find its place, and ask
-for weights. A kernel so launched has to wait in every program, before it reads what kernels make
-or writes anything at all: then all kernels before it have ended, since each waited for its own.
+Before `wait_for_inputs` a kernel may only do what no earlier kernel can affect: compute its indices
+and prefetch weights. Every program of a kernel launched this way must wait before it reads what
+kernels produce and before it writes anything. After the wait all earlier kernels have ended, since
+each of them waited for its own predecessor.
 
-Positions, lengths and pages may be read before the wait all the same, by the kernels of a layer:
-between them and whoever prepares a step, or a draft decode, stands a kernel that lets the next one
-start only when it has itself waited. That is the lookup of embeddings, in both. Such reads go to
-the second-level cache (`load_early`), where whoever wrote has left what he wrote.
+There is one exception: the kernels of a layer may read positions, lengths and page numbers before
+they wait. The embedding lookup runs between them and the kernel that prepares a step or a draft
+decode, and it lets its successor start only after it has waited itself. Such reads bypass the L1
+cache (`load_early`) and go to L2, where the producer's writes are visible.
 """
 
 import ctypes
@@ -28,11 +29,11 @@ from stoop.ops.kernels.choice import has_large_tiles, starts_early
 log = logging.getLogger(__name__)
 INTERPRETED = triton.knobs.runtime.interpret
 
-# Shared memory and first-level cache of a processor are one memory, which a kernel asks to have
-# divided: so many percent for shared memory. What is loaded straight into registers needs a cache
-# to be under way in. A processor divides anew only when nothing runs on it, so neighbours that ask
-# for different divisions overlap less. Products and attention ask; docs/performance.md has what
-# each gains. The percentages are of an H200, which has 228 KB that may be shared.
+# Shared memory and L1 cache of an SM are one memory. A kernel can ask for a split ("carveout"): so
+# many percent for shared memory. Loads straight into registers need L1 while they are in flight. An
+# SM changes its split only when it is idle, so neighbouring kernels that ask for different splits
+# overlap less. GEMMs and attention ask; docs/performance.md has what each gains. The percentages
+# are for an H200, whose SMs have 228 KB to share.
 CACHE_FIRST = 14
 BALANCED = 57
 SHARED_FIRST = 100
@@ -41,9 +42,10 @@ _divided: set[int] = set()
 
 
 def divide_memory(kernel: Any, percent: int) -> None:
-    """How a kernel wants a processor's memory divided from now on; `kernel`: what a launch gave.
+    """Ask for a split of the SM's memory for all further launches of a kernel.
 
-    A hint: nothing that it computes depends on it, and the driver may do otherwise.
+    kernel: what a launch returned. This is a hint: no result depends on it, and the driver may
+    ignore it.
     """
     function = getattr(kernel, "function", None)
     if function is None or function in _divided:  # interpreted, or done before
@@ -54,10 +56,10 @@ def divide_memory(kernel: Any, percent: int) -> None:
 
 
 def ask_division(function: int, percent: int) -> None:
-    """function: a kernel, as the driver knows it; percent: -1 leaves it to the driver"""
+    """Set the carveout of a driver function handle; percent -1 leaves it to the driver."""
     error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
     if error:
-        log.debug("memory is not divided as a kernel wants it: error %d of the driver", error)
+        log.debug("the driver refused a shared memory carveout: error %d", error)
 
 
 @functools.cache
@@ -67,14 +69,14 @@ def _driver() -> ctypes.CDLL:
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The kernel behind this one is launched once all programs of this one have come here."""
+    """Allow the next kernel to start once all programs of this one have reached this line."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def let_next_start_if(condition, PDL: tl.constexpr):
-    """As above, in a loop that branches would keep from being pipelined."""
+    """Do the same in a loop, without a branch, which would prevent pipelining."""
     if PDL:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.launch_dependents;"
@@ -89,21 +91,22 @@ def let_next_start_if(condition, PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
+    """Wait until all earlier kernels have ended and their writes are visible."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def load_early(ptr, mask=None, other=None):
-    """What was there before this kernel could start, past the first-level cache."""
+    """Load what was written before this kernel could start, bypassing L1."""
     return tl.load(ptr, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
 def prefetch(ptr, size):
-    """Ask the second-level cache for `size` bytes at each pointer, a multiple of 16; 0: nothing.
+    """Prefetch `size` bytes at each pointer into L2, a multiple of 16; 0 prefetches nothing.
 
-    It is where all kernels meet: what is written later is seen all the same.
+    All SMs share L2, so later writes to these bytes are still seen.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
@@ -118,13 +121,13 @@ def prefetch(ptr, size):
 
 @triton.jit
 def start_in_turn(PDL: tl.constexpr):
-    """For kernels that can do nothing before their inputs are there, but be launched."""
+    """For kernels with nothing to do before their inputs are there: only the launch overlaps."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
 
 
 def overlapping(tensor: Tensor) -> dict[str, Any]:
-    """Options of a launch on the tensor's device, for kernels with a constant PDL that wait."""
+    """Launch options on the tensor's device, for kernels that take the constant PDL and wait."""
     if INTERPRETED or not starts_early(tensor.device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

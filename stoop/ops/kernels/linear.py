@@ -103,7 +103,7 @@ def _fold(x):
 
 @triton.jit
 def _add_product(
-    acc, squares, weight, norm, x_ptr, k, live, spoken,
+    acc, squares, weight, norm, x_ptr, k, live, token_mask,
     NORM: tl.constexpr, DOT: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _add_product(
     else x [1, tokens, inputs], weight [rows, 1, inputs], acc [rows, tokens, inputs / 8]
     SQUARE: squares [ways, tokens, tokens], else [ways or 1, tokens, inputs / 8]
     """
-    x = tl.load(x_ptr + k, mask=spoken if EVEN else spoken & live, other=0.0)
+    x = tl.load(x_ptr + k, mask=token_mask if EVEN else token_mask & live, other=0.0)
     if NORM:
         if SQUARE:
             # As a product, of which the diagonal counts: in a pipelined loop x stays in the
@@ -137,7 +137,7 @@ def _add_product(
 
 @triton.jit
 def _add_products(
-    acc, squares, rows_ptr, norm_ptr, x_ptr, k, spoken, num_inputs,
+    acc, squares, rows_ptr, norm_ptr, x_ptr, k, token_mask, num_inputs,
     NORM: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def _add_products(
         weight = _load(rows_ptr, start + k, live, EVEN)
         norm = _load(norm_ptr, start + k, live, EVEN)
         acc, squares = _add_product(
-            acc, squares, weight, norm, x_ptr, start + k, live, spoken,
+            acc, squares, weight, norm, x_ptr, start + k, live, token_mask,
             NORM, DOT, DOT, EVEN, WIDE,
         )  # fmt: skip
     return acc, squares
@@ -206,19 +206,19 @@ def _linear_kernel(
     stored = (output < num_outputs) & (token < num_tokens)[None, :]
     if residual_ptr is not None:  # asked for beside the inputs, not behind them
         residual = tl.load(residual_ptr + place, mask=stored, other=0.0)
-    spoken = (token < num_tokens)[None, :, None]
+    token_mask = (token < num_tokens)[None, :, None]
     x_ptr += token[None, :, None] * num_inputs
     acc = tl.zeros((WAYS, ROWS, BLOCK_T) if DOT else (ROWS, BLOCK_T, BLOCK_K // 8), tl.float32)
     SQUARE: tl.constexpr = DOT and not ONCE
     squares = tl.zeros((WAYS, BLOCK_T, BLOCK_T if SQUARE else BLOCK_K // 8), tl.float32)
     if ONCE:
         acc, squares = _add_product(
-            acc, squares, weight, norm, x_ptr, k, k < num_inputs, spoken,
+            acc, squares, weight, norm, x_ptr, k, k < num_inputs, token_mask,
             NORM, DOT, False, EVEN, WIDE,
         )  # fmt: skip
     else:
         acc, squares = _add_products(
-            acc, squares, rows_ptr, norm_ptr, x_ptr, k, spoken, num_inputs,
+            acc, squares, rows_ptr, norm_ptr, x_ptr, k, token_mask, num_inputs,
             NORM, DOT, EVEN, WIDE, WAYS * BLOCK_K, LAST, PDL,
         )  # fmt: skip
     if SIGNAL == AFTER_LOOP:

@@ -30,7 +30,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row a program."""
+    """One row per program."""
     start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def _rms_norm_kernel(
 
 @register("rms_norm_(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()")
 def rms_norm_(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """x and out: [..., n], each with rows at one distance from each other"""
+    """x and out: [..., n], each with one stride between its rows"""
     rows = x.flatten(0, -2) if x.dim() > 2 else x.view(-1, x.shape[-1])
     size = rows.shape[1]
     out_stride = out.stride(-2) if out.dim() > 1 else size
@@ -58,12 +58,19 @@ def _num_warps(size: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last axis. x: [..., n], with one stride between its rows"""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rms_norm_(x, weight, eps, out)
     return out
 
 
+def rms_norm_into(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Write `rms_norm(x)` into `out`."""
+    rms_norm_(x, weight, eps, out)
+
+
 def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
+    """Normalise each part into its columns of the result."""
     width = sum(part.shape[1] for part in parts)
     out = torch.empty(parts[0].shape[0], width, dtype=parts[0].dtype, device=parts[0].device)
     start = 0
@@ -87,7 +94,7 @@ def _join_embedded_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each half of a row. In this order: kernels behind it rely on it."""
+    """One half of a row per program. Waits before it signals: later kernels rely on that."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -116,7 +123,7 @@ def join_embedded_(
     eps: float,
     out: Tensor,
 ) -> None:
-    """features: [tokens, n] with rows at one distance from each other; out: [tokens, 2n]"""
+    """features: [tokens, n] with one stride between its rows; out: [tokens, 2n]"""
     tokens, size = features.shape
     assert table.shape[1] == size and table.is_contiguous() and out.is_contiguous()
     _join_embedded_kernel[(tokens, 2)](
@@ -133,6 +140,7 @@ def join_embedded(
     feature_norm: Tensor,
     eps: float,
 ) -> Tensor:
+    """Concatenate normalised embeddings and features, in one launch."""
     out = features.new_empty(features.shape[0], 2 * features.shape[1])
     join_embedded_(token_ids, table, table_norm, features, feature_norm, eps, out)
     return out
@@ -143,7 +151,7 @@ def _take_and_norm_kernel(
     x_ptr, index_ptr, weight_ptr, out_ptr, normed_ptr, count, size, eps,
     INDEXED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; those past `count` are zeroed."""
+    """One row per program; rows past `count` are zeroed."""
     start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -178,9 +186,10 @@ def take_and_norm_(
 
 
 def take_and_norm(
-    x: Tensor, index: Tensor | None, out: Tensor, count: int, weight: Tensor, eps: float
+    x: Tensor, index: Tensor | None, out: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    normed = x.new_empty(count, x.shape[1])
+    """Copy rows into `out`, zero the rest of it, and return the copied rows normalised."""
+    normed = x.new_empty(x.shape[0] if index is None else index.shape[0], x.shape[1])
     take_and_norm_(x, index, weight, eps, out, normed)
     return normed
 
@@ -210,6 +219,7 @@ def silu_and_mul_(gate_up: Tensor, out: Tensor) -> None:
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Compute silu(gate) * up. gate_up: [tokens, 2n], contiguous"""
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     silu_and_mul_(gate_up, out)
     return out

@@ -1,7 +1,7 @@
-"""Philox-4x32-10 inside kernels: the very numbers of `stoop.ops.random`, made where they are used.
+"""Philox-4x32-10 inside kernels: the numbers of `stoop.ops.random`, computed where they are used.
 
-Number j of a stream is word j % 4 of counter j // 4, so a block of numbers starts at a multiple of
-four and costs one Philox for every four of them.
+Number j of a stream is word j % 4 of counter j // 4. So a block of numbers starts at a multiple of
+four and costs one Philox for every four numbers.
 """
 
 import torch
@@ -17,13 +17,13 @@ BLOCK = 1024
 
 @triton.jit
 def _to_uniform(bits):
-    """(0, 1), as the reference rounds it: every step is exact or correctly rounded."""
+    """In (0, 1), rounded like the reference: every step is exact or correctly rounded."""
     return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
 
 
 @triton.jit
 def philox_words(seed, position, group, PURPOSE: tl.constexpr):
-    """Four words of each counter in `group`. seed, position: int64; group: [m] int32"""
+    """Return four words for each counter in `group`. seed, position: int64; group: [m] int32"""
     zero = (group * 0).to(tl.uint32)
     place = zero + position.to(tl.uint32)  # the low 32 bits
     return tl.philox(seed, group.to(tl.uint32), place, zero + PURPOSE, zero)
@@ -38,7 +38,7 @@ def first_uniform(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def uniform_block(seed, position, start, PURPOSE: tl.constexpr, SIZE: tl.constexpr):
-    """[SIZE] float32: the numbers from `start` on, a multiple of 4."""
+    """[SIZE] float32: the uniform numbers from index `start` on, a multiple of 4."""
     group = start // 4 + tl.arange(0, SIZE // 4)
     w0, w1, w2, w3 = philox_words(seed, position, group, PURPOSE)
     bits = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -47,13 +47,13 @@ def uniform_block(seed, position, start, PURPOSE: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def gumbel_block(seed, position, start, PURPOSE: tl.constexpr, SIZE: tl.constexpr):
-    """[SIZE] float32: the numbers from `start` on, a multiple of 4."""
+    """[SIZE] float32: the Gumbel noise from index `start` on, a multiple of 4."""
     return _to_gumbel(uniform_block(seed, position, start, PURPOSE, SIZE))
 
 
 @triton.jit
 def gumbel_at(seed, position, number, PURPOSE: tl.constexpr):
-    """[m] float32: those that `number` ([m] int32) names, at four times the work for each."""
+    """[m] float32: the values at indices `number` ([m] int32), at four times the work for each."""
     w0, w1, w2, w3 = philox_words(seed, position, number // 4, PURPOSE)
     word = number % 4
     bits = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
@@ -101,14 +101,7 @@ def noise_(seeds: Tensor, positions: Tensor, purpose: int, gumbel: bool, out: Te
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
-    return _noise(seeds, positions, purpose, count, False)
-
-
-def gumbel(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int) -> Tensor:
-    return _noise(seeds, positions, purpose, count, True)
-
-
-def _noise(seeds: Tensor, positions: Tensor, purpose: Purpose, count: int, gumbel: bool) -> Tensor:
+    """[n, count] float32 in (0, 1), with the reference's bits."""
     out = torch.empty(seeds.shape[0], count, dtype=torch.float32, device=seeds.device)
-    noise_(seeds.contiguous(), positions.contiguous(), int(purpose), gumbel, out)
+    noise_(seeds.contiguous(), positions.contiguous(), int(purpose), False, out)
     return out

@@ -14,7 +14,7 @@ from stoop.ops.kernels.launch import (
 from stoop.ops.library import register
 from stoop.ops.rope import HeadNorms, Rotation
 
-PAIRS = 512  # of elements a program
+PAIRS = 512  # pairs of elements per program
 
 
 @triton.jit(do_not_specialize=["num_positions"])
@@ -24,14 +24,14 @@ def _rotate_and_store_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token a program: queries come first, then keys, then values."""
+    """HEADS heads of one token per program: queries come first, then keys, then values."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     live = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (column < HALF)
     is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
-    # Positions and slots were there before this kernel could start: see launch.py.
+    # Positions and slots were written before this kernel could start: see launch.py.
     angle = table_ptr + load_early(positions_ptr + token) * HALF + column
     cos = tl.load(angle, mask=column < HALF, other=0.0).to(tl.float32)
     sin = tl.load(angle + num_positions * HALF, mask=column < HALF, other=0.0).to(tl.float32)
@@ -48,7 +48,7 @@ def _rotate_and_store_kernel(
     x, y = first.to(tl.float32), second.to(tl.float32)
     if NORMS:
         scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / (2 * HALF) + eps)[:, None]
-        # Rounded as the norm's output is where it is an operation of its own.
+        # Rounded like the output of a separate norm.
         x = (x * scale * upper).to(first.dtype).to(tl.float32)
         y = (y * scale * lower).to(first.dtype).to(tl.float32)
     first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))
@@ -99,7 +99,10 @@ def rotate_and_store(
     cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """qkv: [tokens, heads + 2 * num_kv_heads, head_dim], contiguous"""
+    """Rotate queries and keys, write keys and values to the cache, and return the queries.
+
+    qkv: [tokens, heads + 2 * num_kv_heads, head_dim], contiguous, like the cache
+    """
     tokens, num_all, head_dim = qkv.shape
     assert qkv.is_contiguous() and cache.is_contiguous()
     q = torch.empty(

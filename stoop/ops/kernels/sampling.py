@@ -1,10 +1,10 @@
 """Argmax, the draw and scores. The vocabulary is split over programs; a second kernel reduces.
 
-Candidates travel as one int64: the score's order-preserving key above, the place below, reversed,
-so that the larger of two is the better one, and of equal scores the one that stands first. Parts
-have one size whatever the batch is, so a row's outcome never depends on other rows.
+A candidate is packed into one int64: an order-preserving key of the score in the high bits, the
+reversed column in the low bits. The larger of two is the better one, and of equal scores the first
+column wins. Parts have the same size in every batch, so a row's result never depends on other rows.
 
-With `slot` ([n] int64), parameters of a row are those of its slot.
+With `slot` ([n] int64), parameters are tables by slot.
 """
 
 import torch
@@ -17,36 +17,37 @@ from stoop.ops.kernels.random import gumbel_at, gumbel_block
 from stoop.ops.library import register
 from stoop.ops.random import Purpose
 
-PART = 4096  # tokens a program
+PART = 4096  # tokens per program
 
 
 @triton.jit
 def float_key(x):
-    """int32 in the order of float32; NaN above all; equal floats have equal keys."""
+    """int32 keys in the order of float32, NaN above all; equal floats have equal keys."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def pack(score, place):
-    """int64, larger for better scores, then for earlier places."""
+    """Pack a candidate: int64, larger for better scores, then for earlier places."""
     return (float_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
 
 
 @triton.jit
 def unpack_place(packed):
+    """The place of a packed candidate."""
     return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
 
 
 @triton.jit
 def row_parameter(row, slot_ptr):
-    """Where a row's parameters stand: at its slot, or in its own place."""
+    """Index of a row's parameters: its slot, or the row itself."""
     return tl.load(slot_ptr + row) if slot_ptr is not None else row
 
 
 @triton.jit
 def load_part(ptr, start, size, PART: tl.constexpr, other):
-    """Columns and values in float32."""
+    """Return columns and their values in float32."""
     column = start + tl.arange(0, PART)
     return column, tl.load(ptr + column, mask=column < size, other=other).to(tl.float32)
 
@@ -58,8 +59,8 @@ def _candidates_kernel(
     temperature_ptr,
     seeds_ptr,
     positions_ptr,
-    ahead_ptr,  # by slot, like the positions then, to be added to them; or none
-    d2t_ptr,  # from numbers of columns to those of their noise; or none
+    ahead_ptr,  # added to the positions, both by slot; or None, and positions are by row
+    d2t_ptr,  # added to a column to get the index of its noise; or None
     packed_ptr,
     stride,
     size,
@@ -104,10 +105,12 @@ def _best_kernel(packed_ptr, out_ptr, num_parts, WIDTH: tl.constexpr, PDL: tl.co
 
 
 def num_parts(vocab_size: int) -> int:
+    """Programs that share a row."""
     return triton.cdiv(vocab_size, PART)
 
 
 def width(parts: int) -> int:
+    """Size of the block that holds a value of each part."""
     return triton.next_power_of_2(parts)
 
 
@@ -144,7 +147,7 @@ def reduce(
     purpose: int,
     tempers: bool,
 ) -> None:
-    """noise: arguments of the kernel, from `slot` to `d2t`"""
+    """Launch both kernels. noise: the kernel's arguments from `slot` to `d2t`"""
     n, parts = packed.shape
     _candidates_kernel[(n, parts)](
         logits, *noise, packed, logits.stride(0), logits.shape[1], parts,
@@ -153,8 +156,8 @@ def reduce(
     _best_kernel[(n,)](packed, out, parts, WIDTH=width(parts), num_warps=1, **overlapping(out))
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """[n] int64: as torch's, the first of equal ones; the first NaN if there is one."""
+def greedy(logits: Tensor) -> Tensor:
+    """[n] int64: the argmax as torch has it, the first of equal ones; the first NaN if any."""
     packed, out = draw_buffers(logits)
     argmax_(logits, packed, out)
     return out
@@ -180,6 +183,7 @@ def draw(
 
 
 def draw_buffers(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the candidates of all parts and the tokens."""
     assert logits.stride(1) == 1
     n, vocab_size = logits.shape
     packed = torch.empty(n, num_parts(vocab_size), dtype=torch.int64, device=logits.device)
@@ -188,14 +192,14 @@ def draw_buffers(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def softmax_part(x):
-    """The largest of a part, and the sum of exponentials above it; (-inf, 0) if all are -inf."""
+    """Maximum of a part and the sum of exp(x - maximum); (-inf, 0) if all are -inf."""
     best = tl.max(x, axis=0)
     return best, tl.sum(tl.exp(x - tl.where(best == float("-inf"), 0.0, best)), axis=0)
 
 
 @triton.jit
 def softmax_whole(best_ptr, total_ptr, num_parts, WIDTH: tl.constexpr):
-    """The same of a whole row, from its parts."""
+    """Maximum and sum of a whole row, from those of its parts."""
     part = tl.arange(0, WIDTH)
     live = part < num_parts
     bests = tl.load(best_ptr + part, mask=live, other=float("-inf"))
@@ -270,7 +274,7 @@ def score_(
 ) -> None:
     """bests, totals, aboves: [n, num_parts], scratch
 
-    scale: [n, 2] float32: what to take off a logit, in turn, for its log-probability
+    scale: [n, 2] float32: what to subtract from a logit, in this order, for its log-probability
     own: [n] float32, rank: [n] int64
     """
     n, parts = bests.shape
@@ -286,7 +290,7 @@ def score_(
 
 
 def score(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the chosen token and of the best ones.
+    """Compute log-probabilities of the chosen token and of the best ones.
 
     Returns ids [n, 1 + num_best], log-probabilities of the same shape, and ranks [n] of `chosen`.
     """

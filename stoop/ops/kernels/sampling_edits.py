@@ -1,7 +1,7 @@
-"""Bias, bans and penalties: edits of single logits, all in place and in float32.
+"""Bias, bans and penalties: edits of single logits, in place and in float32.
 
-With `slot` ([n] int64), tensors by row are tables by slot, `history.num_tokens` aside, and nothing
-has to be gathered first.
+With `slot` ([n] int64), parameters are tables by slot, except `history.num_tokens`, and nothing is
+gathered first. `history.max_seq_len` is not needed: a kernel reads no token past a row's length.
 """
 
 import torch
@@ -13,7 +13,7 @@ from stoop.ops.kernels.sampling import row_parameter
 from stoop.ops.library import register
 from stoop.ops.sampling import History
 
-HISTORY_PART = 2048  # tokens of the history that a program has in hand
+HISTORY_PART = 2048  # tokens of the history in a block
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _add_bias_(
 def add_bias_(
     logits: Tensor, token_ids: Tensor, bias: Tensor, counts: Tensor, slot: Tensor | None = None
 ) -> None:
-    """Add `bias` to the first `counts` of `token_ids`, both [n, width]."""
+    """Add `bias` to the logits of the first `counts` of `token_ids`, both [n, width]."""
     _check(logits)
     _add_bias_(logits, token_ids.contiguous(), bias.contiguous(), counts, slot)
 
@@ -109,7 +109,10 @@ def forbid_stops_(
     history: History,
     slot: Tensor | None = None,
 ) -> None:
-    """No stop token before `min_tokens` [n]. stop_ids: [n, width], of which `counts` count."""
+    """Forbid stop tokens until `min_tokens` [n] tokens are generated.
+
+    stop_ids: [n, width], of which the first `counts` [n] are valid
+    """
     _check(logits)
     ids = stop_ids.contiguous()
     lengths = (history.num_tokens, history.num_prompt_tokens)
@@ -132,7 +135,7 @@ def _forbid_bad_words_kernel(
     WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Words are loaded whole; their last column plays no part in the comparison."""
+    """Words are loaded whole; the comparison skips their last column."""
     row = tl.program_id(0).to(tl.int64)
     own = row_parameter(row, slot_ptr)
     word, column = tl.arange(0, WORDS), tl.arange(0, WIDTH)
@@ -178,7 +181,7 @@ def _forbid_bad_words_(
 def forbid_bad_words_(
     logits: Tensor, words: Tensor, history: History, slot: Tensor | None = None
 ) -> None:
-    """Rule out the last token of a word whose other tokens were just generated.
+    """Forbid the last token of a word whose other tokens were just generated.
 
     words: [n, num_words, length] int64, aligned right, padded with -1
     """
@@ -189,7 +192,7 @@ def forbid_bad_words_(
 
 @triton.jit
 def _history_part(tokens_ptr, start, num_tokens, size, PART: tl.constexpr):
-    """Places, tokens, and which of them count."""
+    """Return places, tokens, and which of them are valid."""
     place = start + tl.arange(0, PART)
     token = tl.load(tokens_ptr + place, mask=place < num_tokens, other=-1)
     return place, token, (token >= 0) & (token < size)
@@ -212,8 +215,8 @@ def _penalise_kernel(
     size,
     PART: tl.constexpr,
 ):
-    """A row's history three times: clear the counts of its tokens, count, then edit each token
-    once, by whoever takes its count first. The rest of the counts is never read."""
+    """Walk a row's history three times: clear the counts of its tokens, count, then edit each token
+    once: the lane that takes its count first edits it. Other counts are never read."""
     row = tl.program_id(0).to(tl.int64)
     own = row_parameter(row, slot_ptr)
     repetition = tl.load(repetition_ptr + own)
@@ -261,7 +264,7 @@ def _penalise_(
     slot: Tensor | None,
     counts: Tensor,
 ) -> None:
-    """counts: [n, vocab_size] int32, scratch; whatever it holds"""
+    """counts: [n, vocab_size] int32, uninitialised scratch"""
     n, vocab_size = counts.shape
     _penalise_kernel[(n,)](
         logits, slot, token_ids, num_tokens, num_prompt_tokens, repetition, presence, frequency,
@@ -278,7 +281,7 @@ def penalise_(
     frequency: Tensor,
     slot: Tensor | None = None,
 ) -> None:
-    """Repetition counts prompt and output, presence and frequency the output alone.
+    """Penalise tokens of the history: repetition counts prompt and output, the others the output.
 
     repetition, presence, frequency: [n]; history.token_ids may be int32
     """

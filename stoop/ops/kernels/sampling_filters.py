@@ -1,15 +1,16 @@
 """Temperature, min-p, top-k and top-p, in place and in float32.
 
-A row's limit is the value of the last token that stays and the place up to which its equals do. It
-is found by narrowing an interval of values: each pass counts and weighs what is not below three
-thresholds inside it. Values are cut in even parts first, which soon leaves few tokens, then in
-even numbers of floats, which ends after 16 more passes whatever the row holds.
+A row's limit is the value of the last token that is kept and the place up to which tokens of equal
+value are kept. It is found by narrowing an interval of values: each pass counts and weighs (sums
+the probability mass of) the tokens at or above three thresholds inside it. The first passes cut the
+interval evenly by value, which soon leaves few tokens. The next ones cut it evenly by number of
+floats, which ends after 16 more passes for any row.
 
-So that passes are short, programs of all parts of the row first count and weigh it at a few levels
-below the likeliest token, then copy out what is not below the level that the limit cannot be below.
-If that is too much for the room given, passes go over the whole row.
+To keep passes short, the programs of all parts of the row first count and weigh it at a few levels
+below the likeliest token. They then copy out the tokens at or above the lowest level at which the
+limit can be. If those do not fit the scratch space, passes go over the whole row.
 
-With `slot` ([n] int64), parameters of a row are those of its slot.
+With `slot` ([n] int64), parameters are tables by slot.
 """
 
 from dataclasses import dataclass
@@ -29,14 +30,14 @@ from stoop.ops.kernels.sampling import (
 )
 from stoop.ops.library import register
 
-SEARCH_PART = 4096  # tokens that the program of a row has in hand
+SEARCH_PART = 4096  # tokens in a block of the search
 SEARCH_WARPS = 16
-EVEN_PASSES = tl.constexpr(6)  # cuts by value
-REACH = tl.constexpr(32.0)  # the first cuts lie this close to the likeliest
+EVEN_PASSES = tl.constexpr(6)  # passes that cut evenly by value
+REACH = tl.constexpr(32.0)  # the first cuts lie within this distance of the likeliest
 LEVELS = tl.constexpr(16)  # one unit apart, the last at the floor
-CHUNK = tl.constexpr(512)  # tokens weighed at all levels at once
-ROOM = tl.constexpr(128)  # tokens that a part may copy out
-SLACK = tl.constexpr(1.0001)  # sums in another order must reach top_p still
+CHUNK = tl.constexpr(512)  # tokens weighed at all levels in one block
+ROOM = tl.constexpr(128)  # tokens that a part can copy out
+SLACK = tl.constexpr(1.0001)  # sums in another order must still reach top_p
 
 
 @triton.jit
@@ -66,13 +67,13 @@ def _temper_kernel(
 def _row_values(
     best_ptr, slot_ptr, min_p_ptr, top_k_ptr, top_p_ptr, num_parts, WIDTH: tl.constexpr
 ):
-    """The likeliest value, the floor that min-p sets, top_k, top_p, and whether these two cut."""
+    """Return the largest value, min-p's floor, top_k, top_p, and whether these two filter."""
     row = tl.program_id(0).to(tl.int64)
     own = row_parameter(row, slot_ptr)
     part = tl.arange(0, WIDTH)
     bests = tl.load(best_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
     best = tl.max(bests, axis=0)
-    # Nothing is likely where nothing is possible, or where a value is not finite.
+    # A row of -inf, or with a value that is not finite, is no distribution.
     finite = tl.abs(best) < float("inf")
     floor = tl.full([], float("-inf"), tl.float32)
     if min_p_ptr is not None:
@@ -105,7 +106,7 @@ def _sketch_kernel(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Number and mass of what is not below each level, of a part."""
+    """Number and mass of a part's tokens at or above each level."""
     best, floor, _, _, cuts = _row_values(
         best_ptr, slot_ptr, min_p_ptr, top_k_ptr, top_p_ptr, num_parts, WIDTH
     )
@@ -129,7 +130,7 @@ def _sketch_kernel(
 
 @triton.jit
 def _start(numbers_ptr, masses_ptr, top_k, top_p, num_parts, WIDTH: tl.constexpr):
-    """The level that the limit cannot be below, number and mass there, and those at the floor."""
+    """Return the lowest level of the limit, number and mass there, and those at the floor."""
     row = tl.program_id(0).to(tl.int64)
     part, level = tl.arange(0, WIDTH), tl.arange(0, LEVELS)
     place = (row * num_parts + part[:, None]) * LEVELS + level[None, :]
@@ -164,7 +165,7 @@ def _copy_kernel(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Copy out what the search must see of a part; NaN, which is in no set, fills the room."""
+    """Copy out the tokens of a part that the search needs; NaN, which is in no set, fills up."""
     best, floor, top_k, top_p, cuts = _row_values(
         best_ptr, slot_ptr, min_p_ptr, top_k_ptr, top_p_ptr, num_parts, WIDTH
     )
@@ -186,7 +187,7 @@ def _copy_kernel(
 
 @triton.jit
 def _value(key):
-    """The float of an order-preserving key, which is an int64 scalar."""
+    """The float of an order-preserving key, an int64 scalar."""
     short = key.to(tl.int32)
     return (short ^ ((short >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -198,7 +199,7 @@ def _key(value):
 
 @triton.jit
 def _tally(logits_ptr, size, best, t1, t2, t3, PART: tl.constexpr):
-    """How many values are not below each threshold, and their mass; the likeliest has mass 1."""
+    """Count and weigh the values at or above each threshold; the likeliest has mass 1."""
     n1, n2, n3 = (tl.zeros([PART], tl.int32),) * 3
     m1, m2, m3 = (tl.zeros([PART], tl.float32),) * 3
     for start in range(0, size, PART):
@@ -218,7 +219,7 @@ def _tally(logits_ptr, size, best, t1, t2, t3, PART: tl.constexpr):
 
 @triton.jit
 def _cuts(low, high, step):
-    """Three keys, in rising order, inside (low, high), which has at least one."""
+    """Three keys in ascending order inside (low, high), which has at least one."""
     span = high - low
     k1 = low + tl.maximum(span // 4, 1)
     k2 = low + span // 2
@@ -234,10 +235,10 @@ def _cuts(low, high, step):
 
 @triton.jit
 def _narrow(logits_ptr, size, best, goal, low, n_low, m_low, BY_MASS: tl.constexpr, PART):
-    """Bring [low, high) down to the values among which the goal is reached from above.
+    """Narrow [low, high) to the values among which the goal is reached from above.
 
-    goal: a mass or a number. What is not below `low` reaches it, what is not below `high` does not.
-    n_low, m_low: number and mass of what is not below `low`
+    goal: a mass or a number. Tokens at or above `low` reach it, those at or above `high` do not.
+    n_low, m_low: number and mass of the tokens at or above `low`
     """
     high = _key(best) + 1
     n_high, m_high = n_low * 0, m_low * 0.0
@@ -266,7 +267,7 @@ def _narrow(logits_ptr, size, best, goal, low, n_low, m_low, BY_MASS: tl.constex
 
 @triton.jit
 def _top_k(x_ptr, size, best, top_k, low, number, mass, PART: tl.constexpr):
-    """Key, number and mass of what stays, and how many equals of the last do (-1: all)."""
+    """Return key, number and mass of what is kept, and how many equals of the last (-1: all)."""
     goal = top_k.to(tl.int32)
     low, number, mass, n_above, m_above = _narrow(
         x_ptr, size, best, goal, low, number, mass, False, PART
@@ -281,7 +282,7 @@ def _top_k(x_ptr, size, best, top_k, low, number, mass, PART: tl.constexpr):
 
 @triton.jit
 def _top_p(x_ptr, size, best, goal, low, number, mass, ties, PART: tl.constexpr):
-    """Key of the last that stays, and how many of its equals do (-1: all). goal: a mass"""
+    """Return the key of the last kept value, and how many of its equals (-1: all). goal: a mass"""
     start = low
     low, number, mass, n_above, m_above = _narrow(
         x_ptr, size, best, goal, low, number, mass, True, PART
@@ -296,7 +297,7 @@ def _top_p(x_ptr, size, best, goal, low, number, mass, ties, PART: tl.constexpr)
 
 @triton.jit
 def _tie_end(logits_ptr, size, last, ties, PART: tl.constexpr):
-    """The place behind the tie that is number `ties`."""
+    """The place after the tie with number `ties`."""
     end, seen = size + ties * 0, ties * 0
     for start in range(0, size, PART):
         column, x = load_part(logits_ptr, start, size, PART, float("nan"))
@@ -446,32 +447,13 @@ def filter_(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     slot: Tensor | None = None,
+    top_k_width: int = 0,
 ) -> None:
-    """Temperature, then min-p, then top-k and top-p, which go together; what is None is skipped.
+    """Apply the temperature, then min-p, then top-k and top-p together; None skips a step.
 
-    All [n], or by slot; temperature 0 stays, as do min_p 0, top_k 0 with top_p 1.
+    All [n], or by slot. top_k_width: not used, because nothing is sorted here
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert (top_k is None) == (top_p is None)
     scratch = vars(_Scratch.make(logits)).values()
     _filter_(logits, temperature, min_p, top_k, top_p, slot, *scratch)
-
-
-def temper_(logits: Tensor, temperature: Tensor, slot: Tensor | None = None) -> None:
-    """Divide by the temperature; rows at 0 are greedy and stay."""
-    filter_(logits, temperature, slot=slot)
-
-
-def apply_min_p_(logits: Tensor, min_p: Tensor, slot: Tensor | None = None) -> None:
-    """Keep tokens at least `min_p` times as likely as the likeliest."""
-    filter_(logits, min_p=min_p, slot=slot)
-
-
-def apply_top_k_top_p_(
-    logits: Tensor, top_k: Tensor, top_p: Tensor, width: int = 0, slot: Tensor | None = None
-) -> None:
-    """Keep the `top_k` likeliest (0: all), and of them the fewest that reach `top_p` together.
-
-    Of tokens that tie for the last place the first ones stay. width: not needed here
-    """
-    filter_(logits, top_k=top_k, top_p=top_p, slot=slot)

@@ -1,4 +1,4 @@
-"""Phase V: which drafts stand, and the token behind them."""
+"""Phase V: which drafts are accepted, and the token after them."""
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ def _write_verdict_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """MATCHES: a draft stands if it is the token chosen in its place, else by its flag"""
+    """MATCHES: accept a draft if it is the token chosen at its position, otherwise by its flag."""
     start_in_turn(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     number = tl.arange(0, COLUMNS)[None, :]
@@ -49,11 +49,11 @@ def _write_verdict_kernel(
     text = token_ids_ptr + (slot * token_ids_stride + known)[:, None]
     draft = tl.load(text + number, mask=drafted, other=0).to(tl.int64)
     if MATCHES:
-        stands = drafted & (draft == chosen)
+        accepted = drafted & (draft == chosen)
     else:
         flag = tl.load(accepts_ptr + place * (WIDTH - 1) + number, mask=drafted, other=0)
-        stands = drafted & (flag != 0)
-    num_accepted = tl.min(tl.where(stands, WIDTH - 1, number), axis=1)
+        accepted = drafted & (flag != 0)
+    num_accepted = tl.min(tl.where(accepted, WIDTH - 1, number), axis=1)
     last = num_accepted[:, None]
     token_ids = tl.where(number < last, draft, tl.where(number == last, chosen, 0))
     inside = row < max_reqs
@@ -104,12 +104,12 @@ def write_verdict(
     num_tokens: Tensor,
     num_drafts: Tensor,
 ) -> None:
-    """Accepted drafts, the token chosen behind them, and zeros, over the whole of all outputs.
+    """Write what a step yields: accepted drafts, the token after them, and zeros to the end.
 
-    chosen: [n, width] int64 for the first n rows, the token for each position in case that it comes
+    chosen: [n, width] int64 for the first n rows, the token for each position in case it comes
     last; width is K + 1, or 1 if no row has drafts
-    accepts: [n, width - 1] bool or int8, which drafts stand; none: those that are the chosen token
-    token_ids: [max_reqs, K + 1] int64, num_tokens and num_drafts: [max_reqs] int64, the verdict
+    accepts: [n, width - 1] bool or int8; None accepts drafts that equal the token chosen there
+    token_ids: [max_reqs, K + 1], num_tokens, num_drafts: [max_reqs], all int64 and written
     """
     write_verdict_(
         chosen, accepts, slots.token_ids, slots.num_tokens, step.row_slots, step.row_drafts,

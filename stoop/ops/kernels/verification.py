@@ -1,7 +1,7 @@
-"""The ratio test and the residual draw, from logits: no probabilities are ever written.
+"""The ratio test and the residual draw, from logits: probabilities are never written to memory.
 
-Four kernels: the softmax's maximum and sum of each part of the vocabulary, of target and draft; the
-test, once the parts are joined; the best of each part of the residual; the best of all.
+Four kernels: softmax maximum and sum of each part of the vocabulary, for target and draft; the
+test, from the reduced parts; the best token of each part of the residual; the best of all parts.
 """
 
 import torch
@@ -31,7 +31,7 @@ IMPOSSIBLE = tl.constexpr(-0x7F800001)  # the key of -inf
 
 @triton.jit
 def _rows(logits_ptr, draft_ptr, slot_ptr, stride, row_stride, draft_stride, draft_row_stride, K):
-    """Logits of the target and of the draft at this program's place: draft j of row i."""
+    """Pointers to target and draft logits of this program: draft j of row i."""
     place = tl.program_id(0).to(tl.int64)
     row, number = place // K, place % K
     own = row_parameter(row, slot_ptr)
@@ -132,8 +132,8 @@ def _residual_kernel(
     num_parts,
     PART: tl.constexpr,
 ):
-    """The best of a part twice: of the residual, and of the target in case that all parts of the
-    residual are empty."""
+    """Find the best token of a part twice: of the residual, and of the target in case all parts of
+    the residual are empty."""
     target, draft = _rows(
         logits_ptr, draft_ptr, slot_ptr, stride, row_stride, draft_stride, draft_row_stride, K
     )
@@ -192,7 +192,7 @@ def _judge_drafts_(
     redrawn: Tensor,
 ) -> None:
     """bests, totals: [n * K, 2, num_parts] float32, packed: the same in int64, scale: [n * K, 4]
-    float32; all scratch"""
+    float32; all are scratch"""
     count, _, parts = bests.shape
     K, size = drafts.shape[1], logits.shape[2]
     strides = (*logits.stride()[1::-1], *draft_logits.stride()[1::-1], K)
@@ -219,8 +219,8 @@ def judge_drafts(
     positions: Tensor,
     slot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[n, K] bool: drafts that pass the ratio test; [n, K] int64: a token of the residual for each
-    that does not, 0 for the others.
+    """Return which drafts pass the ratio test, [n, K] bool, and what replaces those that do not,
+    [n, K] int64; 0 for the others.
 
     logits: [n, K or more, vocab_size], adjusted; draft_logits: [n, K, vocab_size]
     drafts: [n, K] int64; seeds: [n]; positions: [n] of the first draft
