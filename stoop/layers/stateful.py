@@ -98,7 +98,7 @@ def _flatten(inputs: Sequence[Input]) -> list[Tensor]:
     return tensors
 
 
-def _rebuild(kinds: Sequence[type], tensors: Iterable[Tensor]) -> list[Input]:
+def _rebuild(kinds: Sequence[Any], tensors: Iterable[Tensor]) -> list[Input]:
     """Inputs of these types, from the tensors that `_flatten` gave."""
     rest = iter(tensors)
     return [
