@@ -9,7 +9,7 @@ def print_acceptance(counts: SpecCounts) -> None:
     """On standard error, beside the speed; nothing if there is no drafter."""
     if not counts.num_accepted_tokens_per_pos:
         return
-    if not counts.num_drafts:
+    if not counts.num_draft_steps:
         print("no drafts were made", file=sys.stderr)
         return
     from rich.console import Console

@@ -98,9 +98,11 @@ class PrefixCache:
         entry = self._entries.get(node.digest)
         if entry is None or not _same_text(entry.node, node):
             return None
-        # From here on both share their past, which makes the next comparison short.
-        request.prefix_nodes[index] = entry.node
-        del request.prefix_nodes[index + 1 :]
+        if entry.node is not node:
+            # Sharing the entry's node makes the next comparison short. Later nodes link to the
+            # replaced one, so they go; a request that keeps waiting does not hash them again.
+            request.prefix_nodes[index] = entry.node
+            del request.prefix_nodes[index + 1 :]
         return entry
 
     def _node(self, request: Request, index: int) -> PrefixNode:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 
 from stoop.config.errors import RequestError
@@ -19,6 +20,30 @@ WINDOW_TOKENS = 16
 MAX_WINDOW_TOKENS = 48
 # Of a prompt. A few more than a window, for it may start and end inside a character.
 MAX_TAIL_TOKENS = WINDOW_TOKENS + 2 * MAX_HELD
+
+
+class GrowingText:
+    """Text that only grows. A beginning of it can be read at any time, from any thread."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._joined = (0, "")  # the first so many parts, joined; replaced in one piece
+        self.num_characters = 0
+
+    def append(self, part: str) -> None:
+        if part:
+            self._parts.append(part)
+            self.num_characters += len(part)
+
+    def read(self, num_characters: int | None = None) -> str:
+        """The first `num_characters`, or all. Each part is joined once."""
+        wanted = self.num_characters if num_characters is None else num_characters
+        num_joined, text = self._joined
+        if wanted > len(text):
+            parts = self._parts[num_joined:]
+            text = "".join((text, *parts))
+            self._joined = (num_joined + len(parts), text)
+        return text[:wanted]
 
 
 class IncrementalDetokenizer:
@@ -44,7 +69,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._anchor: list[int] = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
-        self._parts: list[str] = []
+        self._text = GrowingText()
         self._window: list[int] = []
         self._num_characters = 0  # of the window's text
         self._num_released = 0  # those of them that were given out
@@ -55,9 +80,7 @@ class IncrementalDetokenizer:
     @property
     def text(self) -> str:
         """All text so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        return self._text.read()
 
     def append(self, ids: Sequence[int]) -> str:
         """Take ids and return the new text that can no longer change."""
@@ -76,8 +99,7 @@ class IncrementalDetokenizer:
             num_repeated = min(num_leading, self._num_in_prompt)
             new_text = new_text[num_repeated:]
             self._num_in_prompt = 0 if new_text else self._num_in_prompt - num_repeated
-        if new_text:
-            self._parts.append(new_text)
+        self._text.append(new_text)
         return new_text
 
     def _continue_from(self, prompt_ids: Sequence[int]) -> None:
@@ -229,16 +251,18 @@ class TextStream:
         self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._checker = StopChecker(stop, include_stop)
-        self._parts: list[str] = []
+        self._text = GrowingText()
         # Ids taken until the text stopped, the one that completed the stop string included.
         self.num_tokens = 0
 
     @property
     def text(self) -> str:
         """All text released so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        return self._text.read()
+
+    def snapshot(self) -> Callable[[], str]:
+        """A function that returns the text released so far, also when there is more by then."""
+        return partial(self._text.read, self._text.num_characters)
 
     @property
     def stopped(self) -> str | None:
@@ -263,8 +287,7 @@ class TextStream:
         return self._keep(self._checker.finish() + self._detokenizer.finish())
 
     def _keep(self, released: str) -> str:
-        if released:
-            self._parts.append(released)
+        self._text.append(released)
         return released
 
 
