@@ -11,7 +11,8 @@ from stoop import LLM, SamplingParams
 from stoop.checkpoint import shipped
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options
-from stoop.engine import draft_costs, draft_trial, drafter
+from stoop.engine import choose_drafter as chooser
+from stoop.engine import draft_costs, draft_trial
 from stoop.engine.choose_drafter import choose_drafter, choose_drafts, expand_auto
 from stoop.engine.draft_costs import CostStore, DraftCosts
 from stoop.engine.draft_trial import DraftTrial
@@ -75,7 +76,7 @@ def test_a_start_measures_nothing(target: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ModelRunner, "launch", lambda *a: launched.append(1) or launch(*a))
     llm = LLM(target, **SETTINGS)
     assert (built, launched) == ([1], [])
-    assert llm.config.spec is not None and llm.config.spec.num_tokens == drafter.CPU_DRAFTS
+    assert llm.config.spec is not None and llm.config.spec.num_tokens == chooser.CPU_DRAFTS
     assert llm.config.draft_note == (
         "the head that ships with stoop; stoop measures while it runs whether this helps here"
     )
@@ -173,7 +174,7 @@ def test_options_that_it_does_not_fit_win(target: str) -> None:
     llm = LLM(target, **SETTINGS, max_num_batched_tokens=2)
     assert llm.config.spec is None
     assert llm.config.draft_note.startswith("the model's head does not fit the other options")
-    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": drafter.GPU_DRAFTS}
+    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": chooser.GPU_DRAFTS}
     with pytest.raises(ConfigError, match="max_num_batched_tokens=2"):
         LLM(target, **SETTINGS, max_num_batched_tokens=2, speculative_config=asked)
     # With a head's layer the cache is a third larger: refused where it is made.
@@ -188,7 +189,7 @@ def test_on_a_gpu_nothing_is_asked_of_the_store(target: str) -> None:
     store_of(target).add(DraftCosts(3, 10.0, 70.0))
     options, model = make_options(target, {}), read_model_spec(Path(target))
     found = choose_drafter(options, model, Path(target), "cuda:0", None)
-    assert found.spec is not None and found.spec.num_tokens == drafter.GPU_DRAFTS
+    assert found.spec is not None and found.spec.num_tokens == chooser.GPU_DRAFTS
     assert found.note == "the head that ships with stoop"
     assert found.store is None
 
@@ -216,7 +217,7 @@ def test_auto_in_words(target: str, tmp_path: Path) -> None:
     head = str(shipped.SHIPPED[target])
     assert expand_auto("auto", target, "cuda:0") == {
         "model": head,
-        "num_speculative_tokens": drafter.GPU_DRAFTS,
+        "num_speculative_tokens": chooser.GPU_DRAFTS,
     }
     other = str(write_target(tmp_path / "other", num_layers=4))
     assert expand_auto(" Auto ", other, "cpu") is None
