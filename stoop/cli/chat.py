@@ -81,19 +81,20 @@ class Conversation:
             self.turns.pop()
             print(f"error: {error}", file=sys.stderr)
             return
-        shown, num_tokens, started = "", 0, time.perf_counter()
+        answer, shown, started = None, "", time.perf_counter()
         stream = self.llm.stream(prompt_ids, self.sampling)
         with logs_held():
             try:
                 for output in stream:
                     answer = output.outputs[0]
                     print(answer.text[len(shown) :], end="", flush=True)
-                    shown, num_tokens = answer.text, len(answer.token_ids)
+                    shown = answer.text
             except KeyboardInterrupt:
                 stream.close()
                 print(" [stopped]", end="")
             print(flush=True)
         seconds = time.perf_counter() - started
+        num_tokens = len(answer.token_ids) if answer is not None else 0
         print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
         self.turns.append({"role": "assistant", "content": shown})
 
