@@ -1,4 +1,4 @@
-"""`stoop tune`: who multiplies few tokens fastest on this GPU?"""
+"""`stoop tune`: which GEMM serves small batches fastest on this GPU?"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Token ids to text, a few tokens at a time, and the strings at which a text stops."""
+"""Turns token ids into text, a few tokens at a time, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so at most three replacement characters at the end of a
 # text can still turn into something else.
 MAX_HELD = 3
-# Only a text that goes on ending in replacement characters lets the window grow. The last
-# sixteen tokens are enough to see the last three characters as they are: their bytes (three
-# each at most), the character before them, and three bytes in which UTF-8 finds its step again.
+# The window grows only while the text keeps ending in replacement characters. The last sixteen
+# tokens are enough to read the last three characters correctly: their bytes (three each at most),
+# the character before them, and three bytes in which UTF-8 resynchronises.
 WINDOW_TOKENS = 16
 MAX_WINDOW_TOKENS = 48
-# Of a prompt. A few more than a window, for it may start and end inside a character.
+# Tokens of the prompt to look at. A few more than a window, since they may start and end inside a
+# character.
 MAX_TAIL_TOKENS = WINDOW_TOKENS + 2 * MAX_HELD
 
 
@@ -27,7 +28,7 @@ class GrowingText:
 
     def __init__(self) -> None:
         self._parts: list[str] = []
-        self._joined = (0, "")  # the first so many parts, joined; replaced in one piece
+        self._joined = (0, "")  # number of parts joined, and their text; replaced in one piece
         self.num_characters = 0
 
     def append(self, part: str) -> None:
@@ -47,7 +48,7 @@ class GrowingText:
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of ids, never half a character, at a constant cost per token.
+    """The text of a growing list of ids, in whole characters, at a constant cost per token.
 
     The increments joined are `tokenizer.decode` of all ids. One exception: in tokenizers with
     byte-fallback tokens (`<0x0A>`), `decode` blanks a whole run of bytes when one of them is
@@ -103,7 +104,7 @@ class IncrementalDetokenizer:
         return new_text
 
     def _continue_from(self, prompt_ids: Sequence[int]) -> None:
-        """Start where the prompt's text ends. Only its last tokens are looked at."""
+        """Start where the prompt's text ends. Only its last tokens are decoded."""
         with_text = (token_id for token_id in reversed(prompt_ids) if self._has_text(token_id))
         tail = list(islice(with_text, MAX_TAIL_TOKENS))[::-1]
         # The prompt may end inside a character, with at most so many of its tokens.
@@ -154,11 +155,11 @@ class IncrementalDetokenizer:
         self._num_held = 0
 
     def _shorten_window(self) -> str:
-        """Keep the end of the window; text comes out if that end alone reads differently."""
+        """Keep the end of the window; returns text if that end alone decodes differently."""
         window = self._anchor + self._window[-WINDOW_TOKENS:]
         text = self._decode(window)
         if _num_trailing_replacements(text) != self._num_held:
-            # Only byte-fallback runs read differently, and this one is too long to mend.
+            # Only byte-fallback runs decode differently, and this one is too long to wait for.
             held = REPLACEMENT * self._num_held
             self._restart()
             return held
@@ -175,7 +176,7 @@ class IncrementalDetokenizer:
 
 
 class StopChecker:
-    """Releases text up to the first stop string, keeping back what may become one.
+    """Releases text up to the first stop string, and holds back what may become one.
 
     The stop string that *ends* first wins, whatever the pieces in which text arrives; of two
     that end at the same character, the longer one wins.
@@ -211,7 +212,7 @@ class StopChecker:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """The text kept back, now that nothing follows it."""
+        """The text held back, when nothing follows it."""
         held, self._held = self._held, ""
         return held
 
@@ -261,7 +262,7 @@ class TextStream:
         return self._text.read()
 
     def snapshot(self) -> Callable[[], str]:
-        """A function that returns the text released so far, also when there is more by then."""
+        """A function that returns the text released so far, even when there is more later."""
         return partial(self._text.read, self._text.num_characters)
 
     @property
