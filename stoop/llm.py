@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stoop.checkpoint.report import Report
 from stoop.config.errors import MissingError, RequestError
 from stoop.config.resolve import make_options
-from stoop.config.schema import Config
+from stoop.config.schema import DEFAULT_MODEL, Config
 from stoop.config.values import is_whole, plain
 from stoop.config.vllm_names import CALL_ARGS, METHODS, check_foreign
 from stoop.core.outputs import RequestOutput
@@ -34,7 +34,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "smollm2-135m", *, report: Report | None = None, **options: Any
+        self, model: str = DEFAULT_MODEL, *, report: Report | None = None, **options: Any
     ) -> None:
         self.options = make_options(model, options)
         self.engine = build_engine(self.options, report)
@@ -45,26 +45,28 @@ class LLM:
     def config(self) -> Config:
         return self.engine.config
 
-    if not TYPE_CHECKING:  # type checkers would take every name for granted
+    if not TYPE_CHECKING:  # type checkers would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """Only called for what is not there."""
+            """Python calls this only for attributes that are not there."""
             if name in METHODS:
                 raise MissingError(f"LLM.{name} is not supported: {METHODS[name]}")
             raise AttributeError(f"'LLM' object has no attribute {name!r}")
 
     def get_tokenizer(self) -> Tokenizer:
-        if self.engine.tokenizer is None:
+        """The model's tokenizer."""
+        tokenizer = self.engine.frontend.tokenizer
+        if tokenizer is None:
             raise RequestError("the engine was made with skip_tokenizer_init=True: no tokenizer")
-        return self.engine.tokenizer
+        return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without `sampling_params` get: the values that the model's
-        generation_config.json gives, and `SamplingParams()` for the rest."""
-        return self.engine.inputs.default_params.clone()
+        """What requests without `sampling_params` get: the values of the model's
+        generation_config.json, and those of `SamplingParams()` for the rest."""
+        return self.engine.frontend.inputs.default_params.clone()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while requests are being served."""
+        """Forget cached prefixes; does nothing and returns False while there are requests."""
         return self._shared.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class LLM:
         before any is run, and a bad one refuses the call.
 
         `sampling_params` is one for all prompts, or one for each. They are copied, so changing
-        them later does no harm; None stands for `get_default_sampling_params()`. `priority` is a
+        them later has no effect; None means `get_default_sampling_params()`. `priority` is a
         number for each prompt, and lower numbers are served first. `use_tqdm` shows a progress
         bar on a terminal. Arguments that only vLLM has are refused unless they change nothing.
         """
@@ -164,7 +166,7 @@ class LLM:
     # ---- inside ----
 
     def _default_params(self) -> SamplingParams:
-        return self.engine.inputs.default_params
+        return self.engine.frontend.inputs.default_params
 
     def _outputs(self, box: Mailbox) -> Iterator[RequestOutput]:
         try:
@@ -186,18 +188,18 @@ class LLM:
         final_only: bool,
     ) -> list[RequestGroup]:
         """Check all of them before any gets a seed, so that a refusal draws none."""
-        checked = []
+        checked, frontend = [], self.engine.frontend
         for prompt, each, level in zip(prompts, params, priority, strict=True):
             interrupts.check()
             try:
                 check_priority(level)
-                checked.append(self.engine.inputs.prepare(prompt, each))
+                checked.append(frontend.inputs.prepare(prompt, each))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
                 raise RequestError(f"prompts[{len(checked)}]: {error}") from None
         return [
-            self.engine.make_group(str(next(self._numbers)), each, level, final_only=final_only)
+            frontend.make_group(str(next(self._numbers)), each, level, final_only=final_only)
             for each, level in zip(checked, priority, strict=True)
         ]
 
@@ -213,7 +215,7 @@ def _check_call(name: str, others: Mapping[str, Any]) -> None:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many: a list of integers is one."""
+    """A list of prompts. A list of integers is one prompt."""
     prompts = plain(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -225,7 +227,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 
 def _spread(name: str, given: Any, count: int, default: Callable[[], Any]) -> list[Any]:
-    """One for all, or one for each."""
+    """A list of `count`: one value for all, or one for each."""
     if given is None:
         return [default()] * count
     given = plain(given)

@@ -37,8 +37,7 @@ class RequestState:
         staged.put(slots.num_prompt_tokens, slot, admission.num_prompt_tokens)
         staged.put(slots.num_drafts, slot, 0)
         staged.put(slots.draft_limit, slot, admission.rules.num_drafts)
-        limit = admission.num_prompt_tokens + admission.rules.max_tokens
-        staged.put(slots.token_limit, slot, min(limit, slots.token_ids.shape[1]))
+        staged.put(slots.token_limit, slot, admission.token_limit)
 
     def append_blocks(self, staged: StagedWrites, append: BlockAppend) -> None:
         staged.put(self.tensors.block_table, append.slot, append.block_ids, append.start)

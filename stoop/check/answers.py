@@ -13,8 +13,8 @@ from typing import Any
 
 from stoop.checkpoint.report import Report
 from stoop.core.outputs import CompletionOutput
+from stoop.core.prompts import Prompt
 from stoop.core.sampling_params import SamplingParams
-from stoop.engine.inputs import Prompt
 from stoop.llm import LLM
 
 

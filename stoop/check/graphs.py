@@ -25,7 +25,7 @@ from stoop.config.schema import EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan
-from stoop.engine.drafter import spelled_out
+from stoop.engine.choose_drafter import expand_auto
 from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.layers.attention import Attention
 from stoop.llm import LLM
@@ -135,7 +135,7 @@ def run_checks(
 ) -> Iterator[Case]:
     """One case after another, each on an engine of its own; None: every backend of the device."""
     where, asked = find_device(engine.get("device", "auto")), engine.get("speculative_config")
-    engine = {**engine, "speculative_config": spelled_out(asked, folder, where)}
+    engine = {**engine, "speculative_config": expand_auto(asked, folder, where)}
     options = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_REQS,

@@ -1,4 +1,4 @@
-"""How drafts fared, as a small table."""
+"""A small table of how many drafts were accepted."""
 
 import sys
 
@@ -6,10 +6,10 @@ from stoop.core.outputs import SpecCounts
 
 
 def print_acceptance(counts: SpecCounts) -> None:
-    """On standard error, beside the speed; nothing if there is no drafter."""
+    """Print to standard error, next to the speed; nothing if there is no drafter."""
     if not counts.num_accepted_tokens_per_pos:
         return
-    if not counts.num_drafts:
+    if not counts.num_draft_steps:
         print("no drafts were made", file=sys.stderr)
         return
     from rich.console import Console

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoop.cli.options import (
-    DEFAULT_MODEL,
     Command,
     Model,
     check_engine,
@@ -19,6 +18,7 @@ from stoop.cli.options import (
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
+from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import MAX_DRAFTS, asks_for_auto, parse_speculation
 
 if TYPE_CHECKING:
@@ -382,11 +382,11 @@ def acceptance(
 
 def _drafter(engine: dict[str, Any], model: str) -> dict[str, Any]:
     """What -sc says, checked."""
-    from stoop.engine.drafter import spelled_out
+    from stoop.engine.choose_drafter import expand_auto
     from stoop.worker.device import find_device
 
     device = find_device(engine["device"])
-    given = parse_speculation(spelled_out(engine["speculative_config"], model, device))
+    given = parse_speculation(expand_auto(engine["speculative_config"], model, device))
     if given is None:
         raise ConfigError("acceptance needs a drafter: give one with -sc")
     return {name: value for name, value in asdict(given).items() if value is not None}

@@ -10,7 +10,6 @@ from stoop.cli.acceptance import print_acceptance
 from stoop.cli.lines import LineReader
 from stoop.cli.logs import logs_held
 from stoop.cli.options import (
-    DEFAULT_MODEL,
     Model,
     check_engine,
     sampling_flags,
@@ -19,6 +18,7 @@ from stoop.cli.options import (
 from stoop.cli.start import start_llm
 from stoop.cli.streams import as_text
 from stoop.config.errors import RequestError
+from stoop.config.schema import DEFAULT_MODEL
 from stoop.core.sampling_params import SamplingParams
 
 HELP = "Ctrl-C stops an answer; /reset starts over; /exit or Ctrl-D quits."
@@ -81,19 +81,20 @@ class Conversation:
             self.turns.pop()
             print(f"error: {error}", file=sys.stderr)
             return
-        shown, num_tokens, started = "", 0, time.perf_counter()
+        answer, shown, started = None, "", time.perf_counter()
         stream = self.llm.stream(prompt_ids, self.sampling)
         with logs_held():
             try:
                 for output in stream:
                     answer = output.outputs[0]
                     print(answer.text[len(shown) :], end="", flush=True)
-                    shown, num_tokens = answer.text, len(answer.token_ids)
+                    shown = answer.text
             except KeyboardInterrupt:
                 stream.close()
                 print(" [stopped]", end="")
             print(flush=True)
         seconds = time.perf_counter() - started
+        num_tokens = len(answer.token_ids) if answer is not None else 0
         print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
         self.turns.append({"role": "assistant", "content": shown})
 

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import DEFAULT_MODEL, Model, check_engine, text_engine_flags
+from stoop.cli.options import Model, check_engine, text_engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
+from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import asks_for_auto, parse_speculation
 
 NO_DRAFTER = "compare needs a drafter: give one with -sc"
@@ -49,10 +50,10 @@ def compare(
         raise ConfigError(NO_DRAFTER)
     asked = _read(prompts) if prompts else list(QUESTIONS)
     from stoop.check.answers import check_answers
-    from stoop.engine.drafter import spelled_out
+    from stoop.engine.choose_drafter import expand_auto
     from stoop.worker.device import find_device
 
-    drafter = spelled_out(engine["speculative_config"], model, find_device(engine["device"]))
+    drafter = expand_auto(engine["speculative_config"], model, find_device(engine["device"]))
     if parse_speculation(drafter) is None:
         raise ConfigError(NO_DRAFTER)
     engine = {**engine, "speculative_config": drafter}

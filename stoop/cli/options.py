@@ -5,7 +5,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +18,6 @@ from stoop.config.schema import EngineOptions
 from stoop.core.sampling_params import SamplingParams
 
 Command = Callable[..., None]
-DEFAULT_MODEL = "smollm2-135m"
 Model = Annotated[
     str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a Hugging Face model id")
 ]
@@ -59,18 +58,18 @@ def engine_flags(command: Command, without: tuple[str, ...] = ()) -> Command:
 
 
 def text_engine_flags(command: Command) -> Command:
-    """For commands that deal in text alone."""
+    """Engine flags for commands that work with text only."""
     return engine_flags(command, without=("skip_tokenizer_init",))
 
 
 def engine_help(name: str) -> str:
-    """What a field of `EngineOptions` says of itself."""
+    """The help text of a field of `EngineOptions`."""
     (found,) = [f for f in dataclasses.fields(EngineOptions) if f.name == name]
     return str(found.metadata["help"])
 
 
 def check_engine(model: str, engine: dict[str, Any]) -> None:
-    """Refuse wrong engine options at once; to import torch alone takes seconds."""
+    """Refuse wrong engine options before torch is imported, which takes seconds."""
     check_options(make_options(model, engine))
 
 
@@ -105,36 +104,25 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
 
 
 def _flag_type(hint: Any) -> Any:
-    """The type of a flag: unions other than with None are read as text."""
+    """The type of a flag. A union, other than with None, is read as text."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
         return (kinds[0] if len(kinds) == 1 else str) | None
     return hint
 
 
-def _parameter(bundle: str, name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
-    flag = _OTHER_FLAGS.get((bundle, name), "--" + name.replace("_", "-"))
-    short = _SHORT_FLAGS.get((bundle, name))
-    option = typer.Option(
-        *([short] if short else []),
-        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
-        help=text,
-        rich_help_panel=f"{bundle} options",
-        show_default=default not in ([], None),
-    )
-    return inspect.Parameter(
-        f"{bundle}_{name}",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, option],
-    )
-
-
-# Both groups have a seed; the one of an answer is what people mean.
+# Both groups have a seed; users mean that of an answer.
 _OTHER_FLAGS = {("engine", "seed"): "--engine-seed", ("sampling", "n"): "-n"}
-
-
 _SHORT_FLAGS = {("engine", "speculative_config"): "-sc"}
+
+
+def _parameter(bundle: str, name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
+    """A flag of a bundle, whose name keeps the parameters of two bundles apart."""
+    names = [_OTHER_FLAGS.get((bundle, name), flag_name(name))]
+    if (bundle, name) in _SHORT_FLAGS:
+        names.insert(0, _SHORT_FLAGS[bundle, name])
+    made = make_flag(name, kind, default, text, panel=f"{bundle} options", names=names)
+    return made.replace(name=f"{bundle}_{name}")
 
 
 def _gather(
@@ -143,18 +131,55 @@ def _gather(
     parameters: list[inspect.Parameter],
     make: Callable[[dict[str, Any]], Any],
 ) -> Command:
-    """Show `parameters` instead of `bundle`, and hand them over in one piece."""
-    signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.name != bundle]
+    """Show `parameters` instead of `bundle`, which the command gets in one piece."""
 
-    def wrapped(**values: Any) -> None:
+    def call(**values: Any) -> None:
         prefix = len(bundle) + 1
         bundled = {p.name[prefix:]: values.pop(p.name) for p in parameters}
         command(**values, **{bundle: make(bundled)})
 
-    wrapped.__name__ = command.__name__
-    wrapped.__doc__ = command.__doc__
-    shown = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + parameters
-    wrapped.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in shown}
-    return wrapped
+    return show_flags(command, call, (bundle,), parameters)
+
+
+# ---- flags out of option groups, for any command ----
+
+
+def flag_name(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def make_flag(
+    name: str, kind: Any, default: Any, text: str, *, panel: str, names: Sequence[str] = ()
+) -> inspect.Parameter:
+    """A parameter that typer shows as a flag. names: other than the field's own, the long one last
+
+    A switch gets a second flag that turns it off.
+    """
+    *short, flag = names or (flag_name(name),)
+    option = typer.Option(
+        *short,
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+        help=text,
+        rich_help_panel=panel,
+        show_default=default not in ([], None),
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, option],
+    )
+
+
+def show_flags(
+    command: Command, call: Command, hidden: Sequence[str], flags: Sequence[inspect.Parameter]
+) -> Command:
+    """Make `call` look like `command` to typer, with `flags` in place of the `hidden` arguments."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.name not in hidden]
+    shown = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + list(flags)
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in shown}
+    return call

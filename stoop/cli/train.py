@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoop.cli.options import Model
+from stoop.cli.options import Model, make_flag, show_flags
 from stoop.cli.train_display import Display
 from stoop.config.errors import ConfigError
 from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSettings
@@ -22,41 +22,26 @@ GROUPS = {"data": DataSettings, "head": HeadSettings, "train": TrainSettings}
 
 
 def _settings_flags(command: Any) -> Any:
-    """Add a flag for every setting; the command gets them in their groups, and which were given."""
-    shown, places = [], {}
+    """Add a flag for every setting; the command gets them in groups, and which were given."""
+    flags, panels = [], {}
     for panel, group in GROUPS.items():
         hints = typing.get_type_hints(group)
         for each in dataclasses.fields(group):
-            flag = "--" + each.name.replace("_", "-")
-            names = f"{flag}/--no-{flag[2:]}" if each.type in (bool, "bool") else flag
-            option = typer.Option(names, help=each.metadata["help"], rich_help_panel=panel)
-            shown.append(
-                inspect.Parameter(
-                    each.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=each.default,
-                    annotation=Annotated[hints[each.name], option],
-                )
-            )
-            places[each.name] = panel
-    hidden = ("groups", "given")
-    own = [p for p in inspect.signature(command).parameters.values() if p.name not in hidden]
+            kind, text = hints[each.name], each.metadata["help"]
+            flags.append(make_flag(each.name, kind, each.default, text, panel=panel))
+            panels[each.name] = panel
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
-    def wrapped(context: typer.Context, **values: Any) -> None:
-        sources = {name: context.get_parameter_source(name) for name in places}
+    def call(context: typer.Context, **values: Any) -> None:
+        sources = {name: context.get_parameter_source(name) for name in panels}
         given = frozenset(n for n, source in sources.items() if source and source.name != "DEFAULT")
         chosen: dict[str, dict[str, Any]] = {panel: {} for panel in GROUPS}
-        for name, panel in places.items():
+        for name, panel in panels.items():
             chosen[panel][name] = values.pop(name)
         made = {panel: group(**chosen[panel]) for panel, group in GROUPS.items()}
         command(**values, groups=made, given=given)
 
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shown + [context]
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapped
+    return show_flags(command, call, ("groups", "given"), [*flags, context])
 
 
 @_settings_flags

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+DEFAULT_MODEL = "smollm2-135m"  # it ships with stoop
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
@@ -178,7 +179,7 @@ class EngineOptions:
     """What a user may say when an engine is made. `resolve` turns it into a `Config`."""
 
     model: str = field(
-        default="smollm2-135m",
+        default=DEFAULT_MODEL,
         metadata={"help": "an embedded name, a folder, a GGUF file or a hub id"},
     )
     tokenizer: str | None = field(

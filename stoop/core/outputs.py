@@ -1,12 +1,14 @@
 """What a user gets back."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 
 @dataclass(frozen=True)
 class Logprob:
+    """A token's log-probability and its rank among all tokens, 1 being the most likely."""
+
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
@@ -14,9 +16,9 @@ class Logprob:
 
 @dataclass
 class SpecCounts:
-    """How drafts fared."""
+    """How many drafts were verified and accepted."""
 
-    num_drafts: int = 0  # steps that verified any
+    num_draft_steps: int = 0  # steps that verified drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
@@ -25,22 +27,23 @@ class SpecCounts:
     def of(num_positions: int) -> "SpecCounts":
         return SpecCounts(num_accepted_tokens_per_pos=[0] * num_positions)
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one step that verified `num_drafts` drafts."""
+        self.num_draft_steps += 1
+        self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
 
     @staticmethod
     def sum(outputs: "Iterable[RequestOutput]", num_positions: int) -> "SpecCounts":
-        """Over all answers; positions beyond are not looked at, for engines may have places for
-        more drafts than a request asked for."""
+        """The sum over all answers, for the first `num_positions` positions: an engine may have
+        places for more drafts than a request asked for."""
         total = SpecCounts.of(num_positions)
         per_pos = total.num_accepted_tokens_per_pos
         for counts in (answer.spec for output in outputs for answer in output.outputs):
             if counts is not None:
-                total.num_drafts += counts.num_drafts
+                total.num_draft_steps += counts.num_draft_steps
                 total.num_draft_tokens += counts.num_draft_tokens
                 total.num_accepted_tokens += counts.num_accepted_tokens
                 for position in range(num_positions):
@@ -49,22 +52,25 @@ class SpecCounts:
 
     def copy(self) -> "SpecCounts":
         counts = list(self.num_accepted_tokens_per_pos)
-        return SpecCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, counts)
+        return SpecCounts(
+            self.num_draft_steps, self.num_draft_tokens, self.num_accepted_tokens, counts
+        )
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens of a step that verified drafts: those accepted, and the one behind them."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+        """Tokens per step that verified drafts: the accepted ones and the one after them."""
+        return 1 + self.num_accepted_tokens / max(self.num_draft_steps, 1)
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """By position: the share of such steps that accepted the draft there."""
-        total = max(self.num_drafts, 1)
+        """By position, the share of these steps that accepted the draft there."""
+        total = max(self.num_draft_steps, 1)
         return [count / total for count in self.num_accepted_tokens_per_pos]
 
     def as_metrics(self) -> dict[str, Any]:
+        """The counts under vLLM's names, in which a draft is all draft tokens of one step."""
         return {
-            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_drafts": self.num_draft_steps,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
             "spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
@@ -72,25 +78,66 @@ class SpecCounts:
         }
 
 
+class DeferredFields:
+    """Lets an output compute some of its fields when they are first read.
+
+    Each output of a stream shows the whole answer so far. If every step copied it, the work would
+    grow with the square of the answer's length, for readers that may look at the last output only.
+    """
+
+    _deferred: dict[str, Callable[[], Any]]
+
+    @classmethod
+    def defer(cls, deferred: dict[str, Callable[[], Any]], **fields: Any) -> Self:
+        """An output with these fields, and functions that compute the others."""
+        output = cls.__new__(cls)
+        output.__dict__.update(fields, _deferred=deferred)
+        return output
+
+    if not TYPE_CHECKING:  # type checkers would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Python calls this for attributes that are not there yet."""
+            compute = self.__dict__.get("_deferred", {}).get(name)
+            if compute is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            value = self.__dict__[name] = compute()
+            return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which get all fields."""
+        for name in self.__dict__.get("_deferred", ()):
+            getattr(self, name)
+        return {name: value for name, value in self.__dict__.items() if name != "_deferred"}
+
+
+# A field that may be deferred has no default on its class, where it would be found instead.
+def _unset() -> None:
+    return None
+
+
 @dataclass
-class CompletionOutput:
+class CompletionOutput(DeferredFields):
+    """One answer, complete or so far."""
+
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # one a token
+    logprobs: list[dict[int, Logprob]] | None = field(default_factory=_unset)  # one per token
     # stop, length, abort, or error: the tokenizer failed, and stop_reason says how.
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spec: SpecCounts | None = None  # of this answer; None if the engine does not speculate
 
     def finished(self) -> bool:
+        """Whether the answer is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Seconds on the clock of `time.perf_counter`, but for `arrival_time`."""
+    """Seconds on the clock of `time.perf_counter`, except for `arrival_time`."""
 
     arrival: float
     first_token: float | None = None
@@ -119,18 +166,22 @@ class RequestMetrics:
 
 
 @dataclass
-class RequestOutput:
+class RequestOutput(DeferredFields):
+    """A request's answers, complete or so far."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
+    # One per prompt token; None for the first, which nothing predicts.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default_factory=_unset)
     num_cached_tokens: int | None = None
     times: RequestTimes = field(default_factory=lambda: RequestTimes(0.0))
 
     @property
     def metrics(self) -> RequestMetrics:
+        """The request's times under vLLM's names."""
         times = self.times
 
         def on_wall_clock(moment: float | None) -> float | None:

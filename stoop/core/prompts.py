@@ -11,7 +11,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; the text is only repeated in the output."""
+    """A prompt as token ids. The text, if given, is only repeated in the output."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]

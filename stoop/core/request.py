@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from stoop.core.outputs import SpecCounts
+from stoop.config.errors import RequestError
 from stoop.core.sampling_params import SamplingParams
 
 
@@ -16,54 +16,78 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Sampling options resolved against a model: everything in token ids, nothing left open."""
+    """Sampling options resolved against a model: token ids instead of text, and no defaults."""
 
     params: SamplingParams
     seed: int
-    max_tokens: int
-    num_drafts: int = 0  # at most, of a step
+    max_tokens: int  # before the limit of max_model_len
+    num_drafts: int = 0  # at most, per step
     stop_ids: frozenset[int] = frozenset()  # end-of-text tokens (unless ignored) and the user's
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class PromptLimits:
+    """How long a prompt may be. A front end and the scheduler both refuse longer ones here."""
+
+    max_model_len: int
+    kv_tokens: int  # tokens that the KV cache can hold
+    at_model_limit: bool = False  # max_model_len is all that the model can do
+
+    def check(self, num_tokens: int) -> None:
+        """Refuse a prompt of this length if it leaves no room for an answer."""
+        if num_tokens >= self.max_model_len:
+            longer = "" if self.at_model_limit else " or raise max_model_len"
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens and max_model_len={self.max_model_len} leaves "
+                f"no room for an answer: shorten the prompt{longer}"
+            )
+        if num_tokens >= self.kv_tokens:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens and the KV cache holds {self.kv_tokens}: "
+                "shorten the prompt or raise kv_cache_memory"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class PrefixNode:
-    """One full block of a text, and all that comes before it."""
+    """One full block of a token sequence, linked to the blocks before it."""
 
     digest: bytes
     tokens: tuple[int, ...]
     parent: "PrefixNode | None"
 
 
-@dataclass(eq=False, slots=True)  # all of it is looked at in every step
+@dataclass(eq=False, slots=True)  # slots: most of these fields are read in every step
 class Request:
+    """The scheduler's record of a request."""
+
     request_id: str
     prompt_token_ids: tuple[int, ...]
     rules: TokenRules
     priority: int = 0  # lower is served first
     num_prompt_tokens: int = field(init=False)
-    # Given by the scheduler.
+    # Set by the scheduler.
     arrival: int = 0  # order of arrival
-    token_limit: int = 0  # known tokens at which it ends at the latest
+    token_limit: int = 0  # prompt and output tokens at which the request ends
 
     # Progress.
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     num_computed: int = 0  # tokens whose KV is written; an upper bound while steps are in flight
-    num_cached: int | None = None  # prompt tokens that the prefix cache spared at first
+    num_cached: int | None = None  # prompt tokens that its first admission found in the cache
     num_preemptions: int = 0
     finish_reason: str | None = None  # stop, length or abort
-    stop_reason: int | str | None = None  # the token or the string that stopped it
-    spec: SpecCounts = field(default_factory=SpecCounts)  # how its drafts fared
+    stop_reason: int | None = None  # the token that stopped it
 
     # What it holds while running.
     slot: int = -1
-    epoch: int = -1  # of its stay in a slot, so that a late result is told from a live one
-    in_flight: deque[int] = field(default_factory=deque)  # steps: tokens that each may yield
+    epoch: int = -1  # new at each admission, so that results of an earlier stay are recognised
+    in_flight: deque[int] = field(default_factory=deque)  # per step: most tokens it can produce
     num_pending: int = 0  # their sum
-    num_due: int = 0  # how many of them must yield a token
+    num_due: int = 0  # how many of these steps are sure to produce a token
     block_ids: list[int] = field(default_factory=list)
-    num_offered_blocks: int = 0  # full blocks that the prefix cache knows of
+    num_offered_blocks: int = 0  # full blocks already given to the prefix cache
     prefix_nodes: list[PrefixNode] = field(default_factory=list)  # of full blocks, in order
 
     def __post_init__(self) -> None:
@@ -77,24 +101,27 @@ class Request:
 
     @property
     def num_expected(self) -> int:
-        """Known tokens once every step in flight has yielded all that it may."""
+        """Tokens known after the steps in flight, if each produces as many as it can."""
         return len(self.token_ids) + self.num_pending
 
-    def launch(self, num_tokens: int, num_yielded: int) -> None:
-        """A step computes `num_tokens` of it and may yield so many, at least one unless none."""
-        self.in_flight.append(num_yielded)
-        self.num_pending += num_yielded
-        self.num_due += num_yielded > 0
+    def launch(self, num_tokens: int, max_new_tokens: int) -> None:
+        """Record a launched step that computes `num_tokens` tokens.
+
+        It produces at most `max_new_tokens`, and at least one unless that is 0.
+        """
+        self.in_flight.append(max_new_tokens)
+        self.num_pending += max_new_tokens
+        self.num_due += max_new_tokens > 0
         self.num_computed += num_tokens
 
     def land(self) -> None:
-        """The oldest step's result is here."""
-        num_yielded = self.in_flight.popleft()
-        self.num_pending -= num_yielded
-        self.num_due -= num_yielded > 0
+        """Record that the result of the oldest step in flight has arrived."""
+        max_new_tokens = self.in_flight.popleft()
+        self.num_pending -= max_new_tokens
+        self.num_due -= max_new_tokens > 0
 
     def leave_slot(self) -> None:
-        """Keep the tokens alone. Results of steps in flight will be late."""
+        """Keep nothing but the tokens. Results of steps in flight are ignored from here on."""
         self.block_ids = []
         self.num_offered_blocks = 0
         self.num_computed = 0
@@ -105,7 +132,7 @@ class Request:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the steps under way are sure to reach the request's limit."""
+        """Whether the steps in flight are sure to reach the request's token limit."""
         return len(self.token_ids) + self.num_due >= self.token_limit
 
     @property
@@ -122,5 +149,5 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: priority, then arrival."""
+        """Sort key of the queues: priority, then arrival."""
         return (self.priority, self.arrival)

@@ -1,5 +1,4 @@
-"""What a user may ask of sampling. Checked when made and when changed, so that nothing is dropped
-later."""
+"""Sampling options. They are checked when made and when changed, so that none is ignored later."""
 
 import dataclasses
 import functools
@@ -26,7 +25,7 @@ Params = TypeVar("Params", bound=type)
 
 
 def _refuse_unknown(cls: Params) -> Params:
-    """Make the constructor answer arguments that it cannot take with a sentence."""
+    """Make the constructor refuse unknown arguments with a sentence that says what to do."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = [f.name for f in dataclasses.fields(cls)]
     positional = [f.name for f in dataclasses.fields(cls) if not f.kw_only]
@@ -43,7 +42,7 @@ def _refuse_unknown(cls: Params) -> Params:
 
 
 def _check_names(others: dict[str, Any], known: Sequence[str]) -> None:
-    """Refuse what stoop does not have, unless it is of vLLM and its value changes nothing."""
+    """Refuse options that stoop does not have, unless they are vLLM's and change nothing."""
     for name in others:
         if name not in SAMPLING_ARGS:
             raise RequestError(unknown_name("sampling option", name, known))
@@ -82,7 +81,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = field(default=False, kw_only=True)
     logit_bias: dict[int, float] | None = field(default=None, kw_only=True)
     bad_words: Sequence[str] = field(default=(), kw_only=True)
-    # Drafts a step; None: as the engine does; 0: none.
+    # Draft tokens per step, at most; None: as many as the engine makes; 0: none.
     num_speculative_tokens: int | None = field(default=None, kw_only=True)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -93,7 +92,7 @@ class SamplingParams:
         object.__setattr__(self, name, rule(name, plain(value)))
 
     def __post_init__(self) -> None:
-        """What one field allows may depend on another. Checked again when a request is made."""
+        """Check fields that depend on each other. Done again when a request is made."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower it"
@@ -127,7 +126,7 @@ class SamplingParams:
 
     @staticmethod
     def from_optional(**options: Any) -> "SamplingParams":
-        """Options of None are left at their defaults, but for `max_tokens`."""
+        """Leave options of None at their defaults, except for `max_tokens`."""
         unset = {name for name, value in options.items() if value is None and name != "max_tokens"}
         return SamplingParams(**{n: v for n, v in options.items() if n not in unset})
 
@@ -136,7 +135,7 @@ Rule = Callable[[str, Any], Any]
 
 
 def _whole(low: int, high: int, *, also: dict[Any, int | None] | None = None) -> Rule:
-    """An int in [low, high], or one of the values in `also`, which stand for others."""
+    """An int in [low, high], or one of the values in `also`, which are replaced by others."""
 
     def check(name: str, value: Any) -> int | None:
         for special, meaning in (also or {}).items():
@@ -153,7 +152,7 @@ def _whole(low: int, high: int, *, also: dict[Any, int | None] | None = None) ->
 
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Rule:
-    """A number in [low, high], which nan is not."""
+    """A number in [low, high]; nan is refused."""
 
     def check(name: str, value: Any) -> float:
         ok = is_number(value) and low <= value <= high and not (open_low and value == low)

@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the worker: a plan in, a result out."""
+"""What the scheduler and the worker exchange: a plan in, a result out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,14 @@ from stoop.core.request import TokenRules
 
 @dataclass(frozen=True)
 class Admission:
-    """A request enters a slot, whose whole device state is written anew."""
+    """A request enters a slot. All device state of the slot is written again."""
 
     slot: int
-    token_ids: list[int]  # all known tokens, generated ones too after a preemption
+    token_ids: list[int]  # the prompt, and after a preemption the output so far
     num_prompt_tokens: int
     num_computed: int  # tokens found in the prefix cache
     rules: TokenRules
+    token_limit: int  # prompt and output tokens at which the request ends
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,29 @@ class BlockAppend:
     block_ids: list[int]
 
 
-@dataclass(slots=True)  # made for every request in every step: freezing would cost
+@dataclass(slots=True)  # one per request and step: a frozen dataclass is slower to construct
 class PlannedRow:
-    """One request's share of a step."""
+    """One request's part of a step."""
 
     request_id: str
     epoch: int
     slot: int
-    num_tokens: int  # query tokens of this step, for a decode with K places for drafts
+    num_tokens: int  # query tokens in this step; a decode's include places for K drafts
     num_computed: int  # tokens before them; an upper bound when steps are in flight
-    seq_len: int  # with them, as far as the model's limit allows; an upper bound
-    num_reserved: int  # tokens that its blocks can hold; a drafter writes behind seq_len
-    samples: bool  # whether they reach the newest known token
-    decodes: bool  # one new token behind the prompt; a prompt's last token alone is not a decode
+    seq_len: int  # tokens up to the end of the query, at most max_model_len; an upper bound
+    num_reserved: int  # tokens that its blocks can hold; a drafter writes after seq_len
+    samples: bool  # whether the query reaches the newest known token
+    decodes: bool  # one new token after the prompt; a prompt's last token alone is not a decode
     rules: TokenRules
     num_prompt_tokens: int
 
 
 @dataclass(frozen=True)
 class StepPlan:
+    """One step: its rows, and the changes to slots that come first."""
+
     index: int
-    rows: list[PlannedRow]  # decodes lead
+    rows: list[PlannedRow]  # decodes first
     admissions: list[Admission] = field(default_factory=list)
     block_appends: list[BlockAppend] = field(default_factory=list)
 
@@ -57,7 +60,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities at one position: the token itself first, then the best ones."""
+    """Log-probabilities at one position: the token itself first, then the most likely tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -66,16 +69,20 @@ class TokenScores:
 
 @dataclass(slots=True)
 class RowResult:
+    """What a step found for one row."""
+
     request_id: str
     epoch: int
     token_ids: list[int]  # empty for a chunk that does not reach the prompt's end
-    num_drafts: int = 0  # drafts that were verified; all but one of the tokens are such
-    scores: Sequence[TokenScores] = ()  # one a token, if asked for
+    num_drafts: int = 0  # drafts that were verified; all tokens but the last are accepted drafts
+    scores: Sequence[TokenScores] = ()  # one per token, if asked for
     prompt_scores: Sequence[TokenScores] = ()  # of this chunk, if asked for
-    prompt_scores_start: int = 0  # the prompt token that the first of them scores
+    prompt_scores_start: int = 0  # index of the prompt token that the first of them scores
 
 
 @dataclass(frozen=True)
 class StepResult:
+    """The results of a step, one per row of its plan."""
+
     index: int
     rows: list[RowResult]

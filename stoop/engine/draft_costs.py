@@ -1,4 +1,4 @@
-"""What drafts cost on this machine, kept from run to run."""
+"""What drafts cost on this machine, kept between runs."""
 
 import dataclasses
 import hashlib
@@ -7,9 +7,8 @@ import logging
 import os
 import platform
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from stoop.config.environ import cache_dir
 from stoop.config.schema import EngineOptions, ModelSpec
@@ -22,17 +21,17 @@ STORE = "draft-costs.json"
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Milliseconds of a step that serves one request."""
+    """How long a step takes that serves one request."""
 
     num_drafts: int
     plain_ms: float  # without drafts
     drafted_ms: float  # verifying `num_drafts` and making as many
     busy: bool = False  # whether other programs slowed it down
 
-    def times(self, most: int) -> list[float]:
-        """Of steps with 0, 1 ... `most` drafts: each costs about as much as the next."""
-        more = max(self.drafted_ms - self.plain_ms, 0.0) / self.num_drafts
-        return [self.plain_ms + k * more for k in range(most + 1)]
+    def times(self, max_drafts: int) -> list[float]:
+        """Milliseconds with 0, 1 ... `max_drafts` drafts, which cost about the same each."""
+        each = max(self.drafted_ms - self.plain_ms, 0.0) / self.num_drafts
+        return [self.plain_ms + count * each for count in range(max_drafts + 1)]
 
     def refined_by(self, newer: "DraftCosts") -> "DraftCosts":
         """The mean of both, unless one was disturbed and the other was not."""
@@ -45,7 +44,7 @@ class DraftCosts:
 
 
 class CostStore:
-    """A small JSON file in the cache. One that cannot be read or written is done without."""
+    """A small JSON file in the cache folder. If it cannot be read or written, nothing is kept."""
 
     def __init__(self, options: EngineOptions, model: ModelSpec, head: Path) -> None:
         self.path = cache_dir() / STORE
@@ -86,12 +85,12 @@ def _parse(record: object) -> DraftCosts:
 
 
 def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
-    """What costs depend on. Threads are left out: costs under another number of them are a better
-    guess than none, and are refined as the engine runs."""
+    """What costs depend on. The number of threads is left out: costs measured with another number
+    are a better guess than none, and are refined while the engine runs."""
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     digest = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16]
     backend = options.attention_backend
-    return "|".join((digest, dtype, backend, _processor(), torch.__version__, __version__))
+    return "|".join((digest, dtype, backend, _processor(), version("torch"), __version__))
 
 
 def _processor() -> str:

@@ -1,9 +1,9 @@
-"""Whether drafts pay, found out while requests are served.
+"""Measures whether drafts pay while requests are served.
 
 Steps that serve a single request are timed. Now and then one of them verifies no drafts, which
-shows what plain decoding would cost. Where drafts turn out not to pay, the engine decodes without
-them from then on: for good if they could not pay with usual acceptance, else until it is idle. The
-text is the same either way.
+shows what plain decoding would cost. If drafts do not pay, the engine decodes without them from
+then on: until it is idle, or for good if they could not pay with usual acceptance either. The text
+is the same either way.
 """
 
 import logging
@@ -15,24 +15,26 @@ from stoop.engine.draft_costs import DraftCosts
 
 log = logging.getLogger(__name__)
 
-WARM_STEPS = 3  # the first ones of a process take longer
-PLAIN_SAMPLES = 5  # before anything is decided
+WARM_STEPS = 3  # the first steps of a process take longer and are not counted
+PLAIN_SAMPLES = 5  # needed before anything is decided
 DRAFTED_SAMPLES = 16
-# Drafted steps between plain ones: at first, at first if earlier runs have told, and later.
+# Drafted steps between plain ones: at first, at first if earlier runs measured, and later.
 EARLY_GAP, KNOWN_GAP, LATE_GAP = 6, 25, 60
-PRIOR_STEPS = 16  # how many steps the usual acceptance weighs
-WORTH_IT = 0.97  # of plain speed: below it drafts are switched off
-KEPT = 8  # the newest samples of each kind that count
+PRIOR_STEPS = 16  # weight of the usual acceptance, in steps
+WORTH_IT = 0.97  # drafts are switched off below this share of plain speed
+KEPT = 8  # samples of each kind that count, the newest
 
 
 class DraftTrial:
+    """Times steps with and without drafts, and decides."""
+
     def __init__(
         self,
         num_drafts: int,
         usual_tokens: Sequence[float],
         keep: Callable[[DraftCosts], None],
     ) -> None:
-        """usual_tokens: of a step with 1, 2 ... drafts; keep: called with costs once known"""
+        """usual_tokens: tokens per step with 1, 2 ... drafts; keep: called with the costs found"""
         self.num_drafts = num_drafts
         self.usual_tokens = usual_tokens[min(num_drafts, len(usual_tokens)) - 1]
         self.pays = True
@@ -58,7 +60,7 @@ class DraftTrial:
         return self._since_plain >= gap
 
     def note_plain(self, seconds: float, busy: bool = False) -> None:
-        """A step that verified no drafts took so long, apart from making new ones.
+        """Record the time of a step that verified no drafts, without that of making new ones.
 
         busy: whether other programs use the cores
         """
@@ -71,6 +73,7 @@ class DraftTrial:
             self._keep(self.costs())
 
     def note_drafted(self, seconds: float, num_tokens: int) -> None:
+        """Record the time of a step that verified drafts, and the tokens that it produced."""
         self._num_steps += 1
         if self._num_steps <= WARM_STEPS:
             return
@@ -82,11 +85,12 @@ class DraftTrial:
             self._decide()
 
     def note_idle(self) -> None:
-        """No requests are left: the next ones may fare better."""
+        """No requests are left, and drafts may be accepted more often in the next ones."""
         self._restart_acceptance()
         self.pays = not self._hopeless
 
     def costs(self) -> DraftCosts:
+        """The medians of the newest samples."""
         plain, drafted = (1e3 * statistics.median(each) for each in (self._plain, self._drafted))
         return DraftCosts(self.num_drafts, plain, drafted, self._busy)
 

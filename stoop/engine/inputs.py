@@ -1,4 +1,4 @@
-"""From what a user wrote to what the scheduler takes: token ids and resolved rules."""
+"""Turns what a user wrote into what the core takes: token ids and resolved rules."""
 
 import json
 import random
@@ -13,15 +13,13 @@ from stoop.config.schema import Config
 from stoop.config.values import is_whole, plain, shown
 from stoop.config.vllm_names import PROMPT_KEYS, check_foreign
 from stoop.core.prompts import Prompt
-from stoop.core.request import TokenRules
+from stoop.core.request import PromptLimits, TokenRules
 from stoop.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_STOP_IDS, SamplingParams
 from stoop.text.tokenizer import Tokenizer
 
-__all__ = ["InputProcessor", "Prepared", "Prompt", "check_priority"]
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of one request's answers
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # spreads the seeds of one request's several answers
-
-# What the model's maker says of sampling, by the names of generation_config.json.
+# Sampling options that a model's generation_config.json may set, under its names.
 _GENERATION_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -34,7 +32,7 @@ _GENERATION_DEFAULTS = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that has passed every check. All that it lacks is a seed."""
+    """A request that has passed every check. It has no seed yet."""
 
     text: str | None
     token_ids: list[int]
@@ -46,27 +44,26 @@ class Prepared:
 
 
 class InputProcessor:
-    def __init__(self, config: Config, tokenizer: Tokenizer | None, seed: int) -> None:
+    """Checks, encodes and resolves requests."""
+
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer | None, seed: int, limits: PromptLimits
+    ) -> None:
         self.vocab_size = config.model.vocab_size
-        self.max_model_len = config.schedule.max_model_len
-        self._longer = " or raise max_model_len"  # unless it is the model's own limit
-        if self.max_model_len >= config.model.max_position:
-            self._longer = ""
+        self.limits = limits
         self.num_drafts = config.schedule.num_drafts
         self.folder = Path(config.load.folder)
         eos_token_ids = set(config.model.eos_token_ids)
         if not eos_token_ids and tokenizer and tokenizer.eos_token_id is not None:
             eos_token_ids = {tokenizer.eos_token_id}
-        # A token that the model has no logit for can never come.
+        # The model cannot generate a token that it has no logit for.
         self.eos_token_ids = frozenset(t for t in eos_token_ids if 0 <= t < self.vocab_size)
         if len(self.eos_token_ids) > MAX_STOP_IDS:
             raise ConfigError(
                 f"the model names {len(self.eos_token_ids)} end-of-text tokens, and stoop keeps at "
-                f"most {MAX_STOP_IDS}: mend eos_token_id in its generation_config.json"
+                f"most {MAX_STOP_IDS}: correct eos_token_id in its generation_config.json"
             )
         self.tokenizer = tokenizer
-        # Tokens that fit into the KV cache, as soon as its size is known.
-        self.capacity: int | None = None
         self._seeds = random.Random(seed)
         self._copied: SamplingParams | None = None
 
@@ -75,14 +72,8 @@ class InputProcessor:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
         """Check a request, and copy what the user could still change. No seed is drawn."""
         text, token_ids = self.encode(prompt)
-        if self.capacity is not None and len(token_ids) >= self.capacity:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and the KV cache holds {self.capacity}: "
-                "shorten the prompt or raise kv_cache_memory"
-            )
         params = self._own(params)
         self._check_vocabulary(params)
-        room = self.max_model_len - len(token_ids)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_token_ids
@@ -90,7 +81,8 @@ class InputProcessor:
             text=text,
             token_ids=token_ids,
             params=params,
-            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            # The scheduler ends every request at max_model_len.
+            max_tokens=params.max_tokens or self.limits.max_model_len,
             num_drafts=self._num_drafts(params),
             stop_ids=stop_ids,
             bad_words=self._bad_words(params.bad_words),
@@ -104,7 +96,7 @@ class InputProcessor:
         """
         params = prepared.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        # The first answer's pass over the prompt speaks for all.
+        # The prompt is the same for all answers, so only the first scores it.
         others = params
         if params.n > 1 and params.prompt_logprobs is not None:
             others = params.replace(prompt_logprobs=None)
@@ -122,7 +114,7 @@ class InputProcessor:
 
     @cached_property
     def default_params(self) -> SamplingParams:
-        """What generation_config.json asks for, as vLLM reads it. Copy it before it is changed."""
+        """What generation_config.json asks for, as vLLM reads it. Copy it before changing it."""
         try:
             found = json.loads((self.folder / "generation_config.json").read_text("utf-8"))
         except (OSError, ValueError):
@@ -190,11 +182,7 @@ class InputProcessor:
                     f"the prompt has token id {shown(token)}: the model knows 0 to "
                     f"{self.vocab_size - 1}"
                 )
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and max_model_len={self.max_model_len} leaves "
-                f"no room for an answer: shorten the prompt{self._longer}"
-            )
+        self.limits.check(len(ids))
         return ids
 
     # ---- sampling ----
@@ -202,7 +190,7 @@ class InputProcessor:
     def _own(self, params: SamplingParams) -> SamplingParams:
         """A copy, checked: the user may change theirs while the request runs.
 
-        Requests with equal parameters share one, since many prompts often come with the same.
+        Requests with equal parameters share one copy, since many prompts often come with the same.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}: use SamplingParams")
@@ -232,7 +220,7 @@ class InputProcessor:
                     )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it stands and as it follows a space."""
+        """The tokens of each word as given, and of the word after a space."""
         if words and self.tokenizer is None:
             raise RequestError("the engine has no tokenizer: bad_words cannot be honoured")
         found: dict[tuple[int, ...], None] = {}

@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen points only."""
+"""Lets Ctrl-C take effect at chosen points only."""
 
 import signal
 import threading
@@ -10,12 +10,12 @@ FORCED_AFTER = 3  # presses of Ctrl-C
 
 
 class HeldInterrupts:
-    """While entered, Ctrl-C waits for the next call of `check`, or for the end of the block.
+    """Inside this block, Ctrl-C waits for the next call of `check`, or for the end of the block.
 
-    Python runs signal handlers on the main thread between any two instructions, so that a
-    KeyboardInterrupt could strike in the middle of a step. Other threads never see one: there this
-    does nothing. A handler that is not Python's own, or that ignores Ctrl-C, stays in place. The
-    third press does not wait, in case a step hangs.
+    Python runs signal handlers on the main thread between any two instructions, so a
+    KeyboardInterrupt could come in the middle of a step. Other threads never get one; there this
+    does nothing. A handler that is not written in Python, or that ignores Ctrl-C, stays in place.
+    The third press does not wait, in case a step hangs.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class HeldInterrupts:
             self.check()
 
     def check(self) -> None:
-        """Let a Ctrl-C that came meanwhile do what it does: by default, raise."""
+        """Run the handler if Ctrl-C was pressed meanwhile. The default one raises."""
         if self._num_pressed:
             self._deliver()
 

@@ -1,86 +1,121 @@
-"""What becomes of each request's tokens: text, log-probabilities, and the user's output."""
+"""Answers while they grow: text, log-probabilities, and the outputs that users get."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from stoop.config.errors import RequestError
-from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
-from stoop.core.request import Request, RequestStatus
+from stoop.core.messages import Delta, EngineRequest
+from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes, SpecCounts
 from stoop.core.sampling_params import SamplingParams
-from stoop.core.step import RowResult, TokenScores
+from stoop.core.step import TokenScores
 from stoop.text.detokenize import TextStream
 from stoop.text.tokenizer import Tokenizer
 
+Item = TypeVar("Item")
+
 
 class AnswerError(RequestError):
-    """The text of one answer could not be made. Only this answer is lost."""
+    """The text of one answer could not be made. Other answers are not affected."""
 
 
 class Answer:
-    """One of a request's `n` answers while it grows."""
+    """One of a request's `n` answers while it grows.
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    Each step appends what is new. An output of an unfinished answer refers to these lists and
+    copies its part of them when it is read.
+    """
+
+    def __init__(
+        self, index: int, request: EngineRequest, tokenizer: Tokenizer | None, num_drafts: int = 0
+    ) -> None:
+        """num_drafts: draft tokens per step, at most; 0 if the engine does not speculate"""
         self.index = index
         self.request = request
         self.tokenizer = tokenizer
-        params = request.rules.params
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = None
+        if self.params.logprobs is not None:
+            self.logprobs = []
         self.cumulative_logprob = 0.0
-        self._num_taken = 0
-        self._has_text = tokenizer is not None and params.detokenize
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_cached: int | None = None
+        self.num_dropped = 0  # tokens that came after a stop string in the same step
+        self.spec = SpecCounts.of(num_drafts) if num_drafts else None
+        self._has_text = tokenizer is not None and self.params.detokenize
         self._stream: TextStream | None = None  # made for the first tokens
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.rules.params
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def text(self) -> str:
         return self._stream.text if self._stream else ""
 
-    def take(self, row: RowResult) -> str | None:
-        """Read new tokens into text; returns the stop string that they completed, if any.
+    def extend(self, delta: Delta) -> None:
+        """Add what a step brought, except for the text and the scores."""
+        self.num_cached = delta.num_cached
+        if delta.num_drafts and self.spec is not None:
+            self.spec.add(delta.num_drafts, delta.num_accepted)
+        self.token_ids += delta.token_ids
+        if delta.finish_reason is not None:
+            self.end(delta.finish_reason, delta.stop_reason)
+
+    def read(self, delta: Delta) -> None:
+        """Read the new tokens into text. A stop string may end the answer before the core does.
 
         Raises `AnswerError` if the tokenizer fails. The answer then keeps the text that it has,
-        and the caller ends its request.
+        and the caller ends it.
         """
         if not self._has_text and self.logprobs is None:
-            return None
+            return
         try:
-            return self._take(row)
+            self._read(delta)
         except BaseException as error:
             if not _is_tokenizer_failure(error):
                 raise
             raise self.failed(error) from error
 
-    def _take(self, row: RowResult) -> str | None:
-        new_ids = self.request.token_ids[self.request.num_prompt_tokens + self._num_taken :]
-        self._num_taken += len(new_ids)
+    def end(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Set why the answer ended; a reason found in the text replaces the core's."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def _read(self, delta: Delta) -> None:
         if self.logprobs is not None:
-            for scores in row.scores[: len(new_ids)]:
+            for scores in delta.scores:
                 self.logprobs.append(decode_scores(scores, self.tokenizer))
                 self.cumulative_logprob += scores.logprobs[0]
         if not self._has_text:
-            return None
+            return
         if self._stream is None:
             self._stream = self._make_stream()
-        self._stream.append(self._without_stop_token(new_ids))
+        self._stream.append(self._without_stop_token(delta))
         if self._stream.stopped is not None:
-            self._drop_after_stop()
-            return self._stream.stopped
-        if self.request.finished:
+            self._drop_after_stop(delta)
+            self.end("stop", self._stream.stopped)
+        elif self.finished:
             self._stream.finish()
-        return None
 
     def finish(self) -> None:
-        """Release text that was held back, when the request ends from outside."""
+        """Release text that was held back, when the answer is ended from outside."""
         try:
             if self._stream is not None:
                 self._stream.finish()
         except BaseException as error:
-            # The request ends in any case, with the text that it has.
+            # The answer ends in any case, with the text that it has.
             if not _is_tokenizer_failure(error):
                 raise
 
     def _make_stream(self) -> TextStream:
         assert self.tokenizer is not None
-        params = self.request.rules.params
+        params = self.params
         return TextStream(
             self.tokenizer,
             params.stop,
@@ -91,64 +126,80 @@ class Answer:
         )
 
     def failed(self, error: BaseException) -> AnswerError:
-        """Release what there is, and say what happened."""
+        """Release the text there is, and say what happened."""
         self.finish()
         return AnswerError(
             f"the tokenizer failed on this answer ({_one_line(error)}): use its token ids"
         )
 
-    def output(self) -> CompletionOutput:
-        request = self.request
-        return CompletionOutput(
-            self.index,
-            self.text,
-            request.token_ids[request.num_prompt_tokens :],
-            None if self.logprobs is None else self.cumulative_logprob,
-            None if self.logprobs is None else list(self.logprobs),
-            request.finish_reason,
-            request.stop_reason,
-            request.spec.copy() if request.spec.num_accepted_tokens_per_pos else None,
-        )
-
-    def _without_stop_token(self, new_ids: Sequence[int]) -> Sequence[int]:
+    def _without_stop_token(self, delta: Delta) -> Sequence[int]:
         """A token that stops is in the ids but not in the text, unless asked for."""
-        request = self.request
-        stopped = request.finish_reason == "stop" and isinstance(request.stop_reason, int)
-        if stopped and not request.rules.params.include_stop_str_in_output:
-            return new_ids[:-1]
-        return new_ids
+        stopped = delta.finish_reason == "stop" and delta.stop_reason is not None
+        if stopped and not self.params.include_stop_str_in_output:
+            return delta.token_ids[:-1]
+        return delta.token_ids
 
-    def _drop_after_stop(self) -> None:
-        """A step may bring tokens past the one that completed a stop string."""
+    def _drop_after_stop(self, delta: Delta) -> None:
+        """Remove this step's tokens after the one that completed a stop string.
+
+        Only tokens of this step go, which no output refers to yet.
+        """
         assert self._stream is not None
-        extra = self.request.num_output_tokens - self._stream.num_tokens
-        if extra > 0:
-            del self.request.token_ids[-extra:]
-            if self.logprobs is not None:
-                del self.logprobs[-extra:]
-                kept = zip(self.request.output_token_ids, self.logprobs, strict=True)
-                self.cumulative_logprob = sum(entry[token].logprob for token, entry in kept)
+        num_kept = self._stream.num_tokens
+        self.num_dropped = len(self.token_ids) - num_kept
+        if not self.num_dropped:
+            return
+        del self.token_ids[num_kept:]
+        if self.logprobs is not None:
+            del self.logprobs[num_kept:]
+            kept = zip(self.token_ids, self.logprobs, strict=True)
+            self.cumulative_logprob = sum(entry[token].logprob for token, entry in kept)
+
+    def output(self) -> CompletionOutput:
+        """The answer so far. A finished one is copied, an unfinished one when it is read."""
+        fields: dict[str, Any] = {
+            "index": self.index,
+            "cumulative_logprob": None if self.logprobs is None else self.cumulative_logprob,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "spec": None if self.spec is None else self.spec.copy(),
+        }
+        if self.finished:
+            logprobs = None if self.logprobs is None else list(self.logprobs)
+            return CompletionOutput(
+                text=self.text, token_ids=list(self.token_ids), logprobs=logprobs, **fields
+            )
+        deferred: dict[str, Callable[[], Any]] = {
+            "token_ids": partial(_beginning, self.token_ids, len(self.token_ids))
+        }
+        if self._stream is None:
+            fields["text"] = ""
+        else:
+            deferred["text"] = self._stream.snapshot()
+        if self.logprobs is None:
+            fields["logprobs"] = None
+        else:
+            deferred["logprobs"] = partial(_beginning, self.logprobs, len(self.logprobs))
+        return CompletionOutput.defer(deferred, **fields)
 
 
 class RequestGroup:
-    """A user's request: one prompt, `n` answers, each a `Request` of its own below."""
+    """A user's request: one prompt, and `n` answers that the core knows as separate requests."""
 
     def __init__(
         self,
         request_id: str,
         prompt: str | None,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer | None,
+        answers: Sequence[Answer],
         final_only: bool = False,
     ) -> None:
         self.request_id = request_id
         self.final_only = final_only
         self.prompt = prompt
-        self.prompt_token_ids = list(requests[0].prompt_token_ids)  # one list for all outputs
-        self.answers = [Answer(i, request, tokenizer) for i, request in enumerate(requests)]
-        self.tokenizer = tokenizer
+        self.answers = answers
+        self.prompt_token_ids = list(answers[0].request.prompt_token_ids)  # shared by all outputs
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        if self.params.prompt_logprobs is not None:
+        if answers[0].params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
         self.arrival_time = time.time()
         self.arrival = time.perf_counter()
@@ -157,53 +208,56 @@ class RequestGroup:
         self.ended: float | None = None
 
     @property
-    def params(self) -> SamplingParams:
-        return self.answers[0].request.rules.params
-
-    @property
     def finished(self) -> bool:
-        first = self.answers[0]  # most often the only one
-        if first.request.status is not RequestStatus.FINISHED:
-            return False
-        return all(answer.request.finished for answer in self.answers)
+        return all(answer.finish_reason is not None for answer in self.answers)
 
-    def take_prompt_scores(self, answer: Answer, row: RowResult) -> None:
-        """The first answer's pass over the prompt speaks for all."""
+    def take_prompt_scores(self, answer: Answer, delta: Delta) -> None:
+        """Add log-probabilities of the prompt. Only the first answer computes them."""
         if self.prompt_logprobs is None or answer.index:
             return
         # After a preemption the prompt is scored again from its beginning.
-        known = len(self.prompt_logprobs) - row.prompt_scores_start
+        known = len(self.prompt_logprobs) - delta.prompt_scores_start
         try:
-            for scores in row.prompt_scores[max(known, 0) :]:
-                self.prompt_logprobs.append(decode_scores(scores, self.tokenizer))
+            for scores in delta.prompt_scores[max(known, 0) :]:
+                self.prompt_logprobs.append(decode_scores(scores, answer.tokenizer))
         except BaseException as error:
             if not _is_tokenizer_failure(error):
                 raise
             raise answer.failed(error) from error
 
     def note_tokens(self, now: float) -> None:
-        """A step brought tokens."""
+        """Record when a step brought tokens."""
         self.last_token = now
         if self.first_token is None:
             self.first_token = now
 
-    def output(self, finished: bool) -> RequestOutput:
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            [answer.output() for answer in self.answers],
-            finished,
-            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            self.answers[0].request.num_cached,
-            RequestTimes(
+    def output(self) -> RequestOutput:
+        """The request's answers so far, as `Answer.output` has them."""
+        finished, scores = self.finished, self.prompt_logprobs
+        fields: dict[str, Any] = {
+            "request_id": self.request_id,
+            "prompt": self.prompt,
+            "prompt_token_ids": self.prompt_token_ids,
+            "outputs": [answer.output() for answer in self.answers],
+            "finished": finished,
+            "num_cached_tokens": self.answers[0].num_cached,
+            "times": RequestTimes(
                 self.arrival, self.first_token, self.ended, self.last_token, self.arrival_time
             ),
-        )
+        }
+        if finished or scores is None:
+            return RequestOutput(prompt_logprobs=scores and list(scores), **fields)
+        copy = partial(_beginning, scores, len(scores))
+        return RequestOutput.defer({"prompt_logprobs": copy}, **fields)
+
+
+def _beginning(items: list[Item], length: int) -> list[Item]:
+    """A copy of the first items of a list that has grown since."""
+    return items[:length]
 
 
 def decode_scores(scores: TokenScores, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The token itself first; the best follow in order of rank."""
+    """By token: the one at this position first, then the most likely ones in order of rank."""
     entries: dict[int, Logprob] = {}
     for place, (token, logprob) in enumerate(zip(scores.token_ids, scores.logprobs, strict=True)):
         if token not in entries:
@@ -213,7 +267,7 @@ def decode_scores(scores: TokenScores, tokenizer: Tokenizer | None) -> dict[int,
 
 
 def _is_tokenizer_failure(error: BaseException) -> bool:
-    """Whether to blame this answer's text. A panic in the tokenizers library is no `Exception`."""
+    """Whether the tokenizer failed. A panic in the tokenizers library is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

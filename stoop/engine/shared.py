@@ -1,8 +1,8 @@
 """One engine for many threads.
 
-Requests of all callers share the engine's steps, and each caller gets its own outputs. There is no
-background thread: of the callers that wait for outputs, one steps for all, and the others sleep
-until an output of theirs arrives or the engine is free.
+The requests of all callers share the engine's steps, and each caller gets its own outputs. There is
+no background thread: one of the waiting callers steps the engine for all, and the others sleep
+until one of their outputs arrives or the engine is free.
 """
 
 import os
@@ -22,11 +22,11 @@ FORKED = (
     "process that uses it (multiprocessing: start method 'spawn')"
 )
 LOST = "the request was lost in a step that failed: ask again"
-POLL_SECONDS = 0.1  # a caller that sleeps looks for Ctrl-C this often
+POLL_SECONDS = 0.1  # how often a sleeping caller checks for Ctrl-C
 
 
 class Mailbox:
-    """Outputs of one call's requests. When the call drops it, its open requests are cancelled."""
+    """The outputs of one call's requests. Dropping it cancels the requests that are open."""
 
     def __init__(self, request_ids: Sequence[str], lock: threading.RLock) -> None:
         self.open = set(request_ids)
@@ -55,7 +55,7 @@ class Mailbox:
 
 
 class _Address(weakref.ref[Mailbox]):
-    """Where to send outputs, for as long as the mailbox is there."""
+    """A mailbox to deliver to, as long as it exists."""
 
     __slots__ = ("request_ids",)
 
@@ -63,8 +63,8 @@ class _Address(weakref.ref[Mailbox]):
 
 
 class _Claim:
-    """Whose turn it is to use the engine. Only the frame that claims it holds a reference, so a
-    claim ends with its frame, whatever happens there."""
+    """The right to use the engine. Only the frame that claims it holds a reference, so a claim
+    ends with its frame, whatever happens there."""
 
     __slots__ = ("__weakref__", "thread")
 
@@ -73,17 +73,19 @@ class _Claim:
 
 
 class SharedEngine:
+    """Lets any number of threads submit requests and collect outputs."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._process = os.getpid()
         # Reentrant: the garbage collector may cancel requests while this thread holds it.
         self._lock = threading.RLock()
-        self._sleepers: dict[Mailbox, None] = {}  # whose calls wait for an output or the engine
+        self._sleepers: dict[Mailbox, None] = {}  # of calls that wait for an output or the engine
         self._claim: weakref.ref[_Claim] | None = None
         self._jobs: deque[Callable[[], None]] = deque()  # to do between steps
         self._boxes: dict[str, _Address] = {}  # of open requests
-        # Boxes that their calls dropped. Appending to a deque runs no Python code, in which a
-        # Ctrl-C could strike and be lost, as those in finalizers are.
+        # Boxes that their calls dropped. Appending to a deque runs no Python code: a Ctrl-C in the
+        # Python code of a finalizer would be lost.
         self._dropped: deque[_Address] = deque()
 
     # ---- for any thread ----
@@ -100,8 +102,8 @@ class SharedEngine:
         return box
 
     def cancel(self, box: Mailbox) -> None:
-        """Stop a call's open requests. Calling it twice does no harm, and neither does calling it
-        in the middle of a step, as happens when the garbage collector closes a stream."""
+        """Stop a call's open requests. It may be called twice, and in the middle of a step, as
+        happens when the garbage collector closes a stream."""
         request_ids = list(box.open)
         if request_ids:
             self._post(lambda: self._abort(request_ids))
@@ -123,20 +125,20 @@ class SharedEngine:
         raise box.error
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes, unless requests are being served."""
+        """Forget cached prefixes; does nothing and returns False while there are requests."""
         claim = _Claim()
         try:
             return self._acquire(claim) and self.engine.reset_prefix_cache()
         finally:
             self._release(claim)
 
-    # ---- whose turn it is ----
+    # ---- who may use the engine ----
 
     def _has(self, claim: _Claim) -> bool:
         return self._claim is not None and self._claim() is claim
 
     def _acquire(self, claim: _Claim, box: Mailbox | None = None) -> bool:
-        """Take the engine if it is free. With `box`, wait a moment for that or for an output."""
+        """Claim the engine if it is free. With `box`, else wait a moment for it or an output."""
         with self._lock:
             holder = self._claim() if self._claim is not None else None
             if holder is None:
@@ -157,19 +159,19 @@ class SharedEngine:
             self._sleepers.pop(box, None)
 
     def _release(self, claim: _Claim) -> None:
-        """Do what others asked for meanwhile, then let one of them have the engine."""
+        """Run the jobs that others posted meanwhile, then let one of them have the engine."""
         while self._has(claim):
             self._run_jobs()
             with self._lock:
                 if not self._jobs:
                     self._claim = None
-        # Also if this call never had it: it may have been woken to take it, and have an output.
+        # Also if this call never had it: it may have been woken to take it, but found an output.
         with self._lock:
             if self._claim is None and self._sleepers:
                 next(iter(self._sleepers)).woken.notify()
 
     def _post(self, job: Callable[[], None]) -> None:
-        """Do something between two steps: now if the engine is free, else its holder does it."""
+        """Run a job between two steps: now if the engine is free, else its holder runs it."""
         self._jobs.append(job)
         claim = _Claim()
         try:
@@ -179,14 +181,14 @@ class SharedEngine:
 
     def _run_jobs(self) -> None:
         while self._jobs:
-            self._jobs[0]()  # again next time if an exception cuts it short
+            self._jobs[0]()  # run again next time if an exception interrupts it
             self._jobs.popleft()
         while self._dropped:
             request_ids = self._dropped[0].request_ids
             self._abort([each for each in request_ids if each in self._boxes])
             self._dropped.popleft()
 
-    # ---- with the engine in hand ----
+    # ---- for the thread that has the engine ----
 
     def _add(self, groups: Sequence[RequestGroup], here: _Address) -> None:
         box = here()
@@ -206,7 +208,7 @@ class SharedEngine:
             self._boxes.pop(request_id, None)
 
     def _step(self, own: Mailbox) -> None:
-        """One step for all. An error goes to the calls whose requests it ended."""
+        """One step for all callers. An error goes to the calls whose requests it ended."""
         self._run_jobs()
         try:
             for output in self.engine.step():
@@ -214,7 +216,7 @@ class SharedEngine:
             lost = self.engine.take_lost()
         except BaseException as error:
             lost = self.engine.take_lost()
-            # Outputs may have been cut off on their way here.
+            # Requests may have ended without their outputs having been delivered.
             closed = [each for each in self._boxes if not self.engine.is_open(each)]
             lost |= {each: error for each in closed if each not in lost}
             self._give_up(lost, own)
@@ -237,7 +239,7 @@ class SharedEngine:
             self._boxes.pop(output.request_id, None)
 
     def _give_up(self, lost: dict[str, BaseException | None], own: Mailbox) -> None:
-        """Tell the calls of lost requests. The one at hand gets the error itself."""
+        """Tell the calls of lost requests. The caller's own gets the error itself."""
         for request_id, error in lost.items():
             here = self._boxes.pop(request_id, None)
             box = here() if here is not None else None

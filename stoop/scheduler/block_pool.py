@@ -1,7 +1,7 @@
-"""KV blocks by number: who holds which, and in which order free ones are reused.
+"""KV blocks by number: reference counts, and the order in which free blocks are reused.
 
-Block 0 is the null block: padded rows point at it, nobody owns it, and it is never handed out.
-A free block may still hold a cached prefix; it keeps it until its turn comes to be reused.
+Block 0 is the null block: padded rows point at it, and it is never allocated. A free block may
+still hold a cached prefix, until it is allocated again.
 """
 
 from collections import OrderedDict
@@ -11,6 +11,8 @@ from stoop.core.state import NULL_BLOCK
 
 
 class BlockPool:
+    """The free list and the reference counts of all blocks."""
+
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, num_blocks
         self.num_blocks = num_blocks
@@ -18,7 +20,7 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """All blocks free and empty."""
+        """Make all blocks free and empty."""
         self._refs = [0] * self.num_blocks
         # Least recently used first. Blocks without cached content go to the front.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks))
@@ -40,11 +42,11 @@ class BlockPool:
         return self._refs[block]
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these are free now, so that sharing them takes from the free list."""
+        """How many of these are free now: sharing them removes them from the free list."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """Fresh blocks for one holder. The caller has checked `num_free`."""
+        """Take free blocks, with one reference each. The caller has checked `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
         blocks = []
         for _ in range(count):
@@ -58,14 +60,14 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more holder for blocks whose content is wanted as it is."""
+        """Add a reference to blocks whose content is reused."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less. The last of a chain goes first, so that prefixes outlive their tails."""
+        """Remove a reference. The last block goes first, so that a prefix outlives what follows."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
@@ -75,11 +77,12 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def mark_cached(self, block: int) -> None:
+        """The prefix cache refers to this block: tell it when the block is allocated again."""
         assert self._refs[block] > 0, block
         self._cached.add(block)
 
     def check(self) -> None:
-        """Every block is either free or held; the null block is neither."""
+        """Assert that every block is either free or referenced, and the null block neither."""
         held = sum(refs > 0 for refs in self._refs)
         assert self._refs[NULL_BLOCK] == 0 and NULL_BLOCK not in self._free
         assert held + self.num_free == self.num_usable, (held, self.num_free, self.num_usable)

@@ -1,13 +1,13 @@
-"""Reuse of KV blocks whose tokens, and all tokens before them, were seen already.
+"""Reuse of KV blocks whose tokens, and all tokens before them, were computed before.
 
 A block's digest covers its own tokens and its predecessor's digest, so it names a whole prefix. A
-hit is believed only if the texts are equal too, so that no collision of digests can hand out
-another text's KV.
+hit counts only if the tokens are equal too, so that a collision of digests cannot return the KV of
+other tokens.
 
-An EAGLE drafter's KV of a token depends on the token that follows, so its last slot of a block
-holds for one following token only. There a block is named by its tokens and that one: a request
-that goes on as the block's writer did finds all of it, one that turns off right behind it computes
-the block anew and offers it under its own name.
+An EAGLE drafter's KV of a token depends on the token that follows, so the last position of a block
+is valid for one following token only. With such a drafter a block is named by its tokens and the
+next one: a request that continues as the block's writer did finds it, and a request that continues
+with another token computes the block again and offers it under its own name.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ ROOT = b""
 
 
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """A name for these tokens after the prefix that `parent` names."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -36,11 +37,13 @@ class _Entry:
 
 
 class PrefixCache:
+    """Computed blocks by the prefix that they end."""
+
     def __init__(
         self, pool: BlockPool, block_size: int, enabled: bool = True, looks_ahead: bool = False
     ) -> None:
         self.pool = pool
-        self.num_ahead = int(looks_ahead)  # tokens behind a block that its content depends on
+        self.num_ahead = int(looks_ahead)  # tokens after a block that its content depends on
         self.block_size = block_size
         self.enabled = enabled
         self._entries: dict[bytes, _Entry] = {}
@@ -50,7 +53,7 @@ class PrefixCache:
         pool.on_evict = self._forget
 
     def reset(self) -> None:
-        """Forget all blocks; the pool has been reset."""
+        """Forget all blocks, after the pool has been reset."""
         self._entries.clear()
         self._digest_of.clear()
 
@@ -60,7 +63,7 @@ class PrefixCache:
     def match(self, request: Request) -> list[int]:
         """Blocks that hold the longest known prefix of a request's tokens.
 
-        At least one token is left to compute, since its logits are wanted.
+        At least one token is left to compute, since its logits are needed.
         """
         if not self.enabled or request.rules.params.prompt_logprobs is not None:
             return []
@@ -73,20 +76,20 @@ class PrefixCache:
         return blocks
 
     def count(self, request: Request, num_hit_tokens: int) -> None:
-        """Record how an admission fared."""
+        """Record an admission and how many of its tokens were found."""
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += num_hit_tokens
 
     def insert(self, request: Request) -> None:
-        """Offer a request's full, computed blocks to others."""
+        """Let other requests find the blocks of this one that are full and computed."""
         if not self.enabled:
             return
-        # The newest token's KV is not written, or by a step that may find the request ended.
+        # The newest token's KV is not written yet; a step in flight may find the request ended.
         num_full = min(request.num_computed, len(request.token_ids) - 1) // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
             node = self._node(request, index)
-            if node.digest in self._entries:  # the same text was computed twice: the first stays
+            if node.digest in self._entries:  # the same tokens were computed twice: keep the first
                 continue
             block = request.block_ids[index]
             self._entries[node.digest] = _Entry(block, node)
@@ -98,13 +101,15 @@ class PrefixCache:
         entry = self._entries.get(node.digest)
         if entry is None or not _same_text(entry.node, node):
             return None
-        # From here on both share their past, which makes the next comparison short.
-        request.prefix_nodes[index] = entry.node
-        del request.prefix_nodes[index + 1 :]
+        if entry.node is not node:
+            # Sharing the entry's node makes the next comparison short. Later nodes link to the
+            # replaced one, so they go; a request that keeps waiting does not hash them again.
+            request.prefix_nodes[index] = entry.node
+            del request.prefix_nodes[index + 1 :]
         return entry
 
     def _node(self, request: Request, index: int) -> PrefixNode:
-        """One block's place in the request's text, worked out once for each request."""
+        """The node of one block, computed once for each request."""
         nodes = request.prefix_nodes
         while len(nodes) <= index:
             parent = nodes[-1] if nodes else None

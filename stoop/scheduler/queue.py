@@ -1,4 +1,4 @@
-"""Requests that wait for a slot, first in order first, however many there are."""
+"""The queue of requests that wait for a slot."""
 
 import heapq
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from stoop.core.request import Request
 class RequestQueue:
     """A heap by (priority, arrival).
 
-    Nothing here costs more than the logarithm of what is queued. A request that leaves from the
-    middle stays in the heap as a dead entry until it reaches the top; when most entries are dead,
-    the heap is built again without them.
+    Every operation takes at most logarithmic time, amortised. A request removed from the middle
+    leaves a dead entry in the heap until it reaches the top; when most entries are dead, the heap
+    is rebuilt without them.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class RequestQueue:
         return request in self._queued
 
     def __iter__(self) -> Iterator[Request]:
-        """In order. Sorts, so it is not for every step."""
+        """In order. This sorts, so do not call it in every step."""
         return iter(sorted(self._queued, key=lambda request: request.order))
 
     def push(self, request: Request) -> None:

@@ -1,13 +1,13 @@
-"""Who computes what in the next step.
+"""Plans each step: which requests run, and how many tokens each computes.
 
-There is no prefill phase and no decode phase: a request computes the tokens that it knows and has
-not computed. A decode is the case of one such token, a prompt the case of many, a chunk a part of
-them. Requests are served in order of priority, then arrival. A request that cannot get a block
-takes those of the last in that order, which starts anew later (preemption by recomputation).
+There is no prefill phase and no decode phase: a request computes the tokens that are known and not
+yet computed. A decode computes one such token, a prefill many, a chunk some of them. Requests are
+served in order of priority, then arrival. When a request cannot get a block, the last request in
+that order gives up its blocks and is computed again later (preemption by recomputation).
 
-Steps may be planned before the results of earlier ones are known. A request then stands where it
-would if those steps yielded all that they may: blocks are reserved for that much, and the device,
-which knows better, uses what it needs. Nobody is preempted while results are under way.
+A step may be planned before the results of earlier ones are known. The scheduler then assumes that
+those steps produce as many tokens as they can and reserves blocks for that many; the device knows
+the true numbers and uses what it needs. No request is preempted while results are in flight.
 
 The scheduler holds numbers only and imports no torch.
 """
@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from stoop.config.errors import RequestError
 from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.core.messages import Delta
 from stoop.core.outputs import SpecCounts
-from stoop.core.request import Request, RequestStatus
+from stoop.core.request import PromptLimits, Request, RequestStatus
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.prefix_cache import PrefixCache
@@ -29,6 +30,8 @@ from stoop.scheduler.queue import RequestQueue
 
 @dataclass
 class SchedulerStats:
+    """Counters since the start."""
+
     num_steps: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
@@ -37,27 +40,29 @@ class SchedulerStats:
     spec: SpecCounts = field(default_factory=SpecCounts)
 
 
-class _Draft:
-    """A step's plan while it is made. A preemption may take rows out of it again."""
+class _PlanBuilder:
+    """Collects a step's plan. A preemption may remove rows again."""
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
+        self.budget = budget  # tokens that the step may still compute
         self.num_scheduled: dict[Request, int] = {}
         self.admitted: dict[Request, None] = {}
-        self.appended: dict[Request, int] = {}  # blocks that a request held before this step
+        self.appended: dict[Request, int] = {}  # number of blocks that it held before this step
         self.preempted = False
 
-    def put(self, request: Request, num_tokens: int) -> None:
+    def add(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled[request] = num_tokens
         self.budget -= num_tokens
 
-    def drop(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         self.budget += self.num_scheduled.pop(request, 0)
         self.admitted.pop(request, None)
         self.appended.pop(request, None)
 
 
 class Scheduler:
+    """Queues, KV blocks and slots of all requests."""
+
     def __init__(self, config: ScheduleConfig, cache: CacheConfig, num_blocks: int) -> None:
         self.config = config
         self.block_size = cache.block_size
@@ -68,15 +73,18 @@ class Scheduler:
             cache.enable_prefix_caching,
             looks_ahead=config.drafter_has_kv,
         )
+        self.limits = PromptLimits(
+            config.max_model_len, kv_tokens=self.pool.num_usable * cache.block_size
+        )
         self.stats = SchedulerStats(spec=SpecCounts.of(config.num_drafts))
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order
         self._requests: dict[str, Request] = {}
-        self.verify_drafts = True  # whether decodes of the next step have places for drafts
+        self.verify_drafts = True  # whether decodes in the next step have places for drafts
         self.drafting = True  # whether steps keep the drafter's KV up to date
         self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._num_arrivals = 0
-        self._epochs = itertools.count()  # never repeats, whatever ids come again
+        self._epochs = itertools.count()  # never repeats, even if a request id does
 
     # ---- requests come and go ----
 
@@ -84,27 +92,16 @@ class Scheduler:
         """Queue a request, or refuse one that could never run."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use: choose another")
-        limit = self.config.max_model_len
-        if request.num_prompt_tokens >= limit:
-            raise RequestError(
-                f"the prompt has {request.num_prompt_tokens} tokens and max_model_len={limit} "
-                "leaves no room for an answer: shorten the prompt or raise max_model_len"
-            )
-        capacity = self.pool.num_usable * self.block_size
-        if request.num_prompt_tokens >= capacity:
-            raise RequestError(
-                f"the prompt has {request.num_prompt_tokens} tokens and the KV cache holds "
-                f"{capacity}: shorten the prompt or raise kv_cache_memory"
-            )
-        request.spec = SpecCounts.of(self.config.num_drafts)
+        self.limits.check(request.num_prompt_tokens)
         request.arrival = self._num_arrivals
-        request.token_limit = min(request.num_prompt_tokens + request.rules.max_tokens, limit)
+        wanted = request.num_prompt_tokens + request.rules.max_tokens
+        request.token_limit = min(wanted, self.config.max_model_len)
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self.waiting.push(request)
 
-    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request wherever it stands. Its late results will be ignored."""
+    def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+        """End a request, waiting or running. Results still in flight will be ignored."""
         if request.finished:
             return
         was_running = request.status is RequestStatus.RUNNING
@@ -120,27 +117,32 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def abort(self, request_id: str) -> Request | None:
+        """End a request early; None if there is no such request."""
         request = self._requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
         return request
 
-    def restart(self, requests: Iterable[Request]) -> None:
+    def knows(self, request_id: str) -> bool:
+        """Whether this request is waiting or running."""
+        return request_id in self._requests
+
+    def restart(self, request_ids: Iterable[str]) -> None:
         """Forget everything but these requests, which wait again with the tokens they have.
 
-        An exception may have cut any method short, so nothing is read but the requests
-        themselves. Their KV is computed again, as after a preemption.
+        An exception may have interrupted any method, this one too, so nothing is read but the
+        table of requests, which is replaced first and in one piece. The KV of these requests is
+        computed again, as after a preemption.
         """
+        self._requests = {name: self._requests[name] for name in request_ids}
         self.pool.reset()
         self.prefix_cache.reset()
         self.running.clear()
         self._free_slots[:] = reversed(range(self.config.max_num_seqs))
         self.waiting = RequestQueue()
-        self._requests = {}
-        for request in requests:
+        for request in self._requests.values():
             request.leave_slot()
             request.status = RequestStatus.WAITING
-            self._requests[request.request_id] = request
             self.waiting.push(request)
 
     @property
@@ -150,31 +152,39 @@ class Scheduler:
     # ---- a step ----
 
     def schedule(self, *, results_pending: bool = False) -> StepPlan | None:
-        """The next step; None if there is nothing to do before the next result is known."""
+        """The next step; None if nothing can be done before the next result is known."""
         todo = self._order_running()
         if results_pending and self._lacks_blocks(todo):
             return None
-        draft = _Draft(self.config.max_num_batched_tokens)
-        self._continue_running(todo, draft)
-        if not draft.preempted:
-            self._admit_waiting(draft)
-        if not draft.num_scheduled:
+        plan = _PlanBuilder(self.config.max_num_batched_tokens)
+        self._continue_running(todo, plan)
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        if not plan.num_scheduled:
             return None
-        return self._plan(draft)
+        return self._finish_plan(plan)
 
-    def update(self, result: StepResult) -> list[tuple[Request, RowResult]]:
-        """Take in a step's tokens; returns the rows that still had somebody waiting for them."""
-        live = []
+    def update(self, result: StepResult) -> list[Delta]:
+        """Take in a step's results; returns what they add to the requests that are still here."""
+        deltas = []
         for row in result.rows:
             request = self._requests.get(row.request_id)
             if request is None or request.epoch != row.epoch:
-                continue  # finished, aborted or preempted since: its slot may be another's now
-            live.append((request, row))
-            self._take_tokens(request, row)
-        return live
+                continue  # it finished, was aborted or was preempted after the launch
+            new_ids = self._take_tokens(request, row)
+            delta = Delta(request.request_id, new_ids, request.finish_reason, request.stop_reason)
+            delta.num_cached = request.num_cached
+            if row.num_drafts:
+                delta.num_drafts, delta.num_accepted = row.num_drafts, len(row.token_ids) - 1
+            if row.scores or row.prompt_scores:
+                delta.scores = row.scores[: len(new_ids)]
+                delta.prompt_scores = row.prompt_scores
+                delta.prompt_scores_start = row.prompt_scores_start
+            deltas.append(delta)
+        return deltas
 
     def check_idle(self) -> None:
-        """With nothing to do, nothing may be held. Counts only: this runs whenever work ends."""
+        """Without requests, no block and no slot is held. Compares counts only, to be cheap."""
         assert not self.has_work and not self._requests, (
             len(self.waiting),
             len(self.running),
@@ -186,31 +196,31 @@ class Scheduler:
     # ---- scheduling ----
 
     def _order_running(self) -> list[tuple[Request, int]]:
-        """Who goes on, and the tokens that each wants to compute.
+        """The running requests that go on, and how many tokens each wants to compute.
 
-        Decodes first: a long prompt's chunk must not hold up everybody's next token.
+        Decodes come first, so that a chunk of a long prompt does not delay other requests' tokens.
         """
-        ones, chunks = [], []
+        decodes, prefills = [], []
         for request in self.running:
             if request.ends_in_flight:
                 continue
             remaining = request.num_expected - request.num_computed
             if remaining == 1:
-                # A decode has places for all drafts, whether it has as many or not.
-                decodes = request.num_computed >= request.num_prompt_tokens
-                drafts = decodes and self.verify_drafts
-                ones.append((request, self.config.query_len if drafts else 1))
+                # A decode has places for all drafts, whether it has that many or not.
+                after_prompt = request.num_computed >= request.num_prompt_tokens
+                drafts = after_prompt and self.verify_drafts
+                decodes.append((request, self.config.query_len if drafts else 1))
             else:
-                chunks.append((request, remaining))
-        return ones + chunks
+                prefills.append((request, remaining))
+        return decodes + prefills
 
-    def _continue_running(self, todo: list[tuple[Request, int]], draft: _Draft) -> None:
+    def _continue_running(self, todo: list[tuple[Request, int]], plan: _PlanBuilder) -> None:
         for request, wanted in todo:
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago
-            num_tokens = min(wanted, draft.budget)
-            if num_tokens and self._make_room(request, num_tokens, draft):
-                draft.put(request, num_tokens)
+                continue  # preempted by an earlier request of this loop
+            num_tokens = min(wanted, plan.budget)
+            if num_tokens and self._make_room(request, num_tokens, plan):
+                plan.add(request, num_tokens)
 
     @staticmethod
     def _decodes(request: Request) -> bool:
@@ -219,9 +229,9 @@ class Scheduler:
         return request.num_expected - computed == 1 and computed >= request.num_prompt_tokens
 
     def _lacks_blocks(self, todo: list[tuple[Request, int]]) -> bool:
-        """Whether going on would preempt somebody, as far as can be known now."""
+        """Whether the running requests need more blocks than are free, as far as is known now."""
         missing, most = 0, self.config.max_num_batched_tokens
-        # Nobody lacks more than his tokens fill, and one block that they begin.
+        # A request needs the blocks that its tokens fill, plus one partial block.
         at_most = sum(min(wanted, most) for _, wanted in todo)
         at_most += len(todo) * (self.config.num_lookahead + self.block_size)
         if at_most <= self.pool.num_free * self.block_size:
@@ -231,25 +241,25 @@ class Scheduler:
             missing += max(0, self._num_blocks(reserved) - len(request.block_ids))
         return missing > self.pool.num_free
 
-    def _admit_waiting(self, draft: _Draft) -> None:
-        while self.waiting and self._free_slots and draft.budget:
+    def _admit_waiting(self, plan: _PlanBuilder) -> None:
+        while self.waiting and self._free_slots and plan.budget:
             request = self.waiting.peek()
             cached = self.prefix_cache.match(request)
             num_cached = len(cached) * self.block_size
             num_tokens = request.num_tokens - num_cached
-            if num_tokens > draft.budget:
+            if num_tokens > plan.budget:
                 if not self.config.enable_chunked_prefill:
                     break
-                num_tokens = draft.budget
-            # Room for all known tokens and the next one, not only for this chunk: most requests
-            # that could not finish their prompt would be preempted half-way.
+                num_tokens = plan.budget
+            # Ask for room for all known tokens and the next one, not only for this chunk: a
+            # request that cannot finish its prompt would most likely be preempted half-way.
             wanted = self._num_blocks(self._num_reserved(request.num_tokens + 1)) - len(cached)
             if wanted > self.pool.num_free - self.pool.num_idle(cached):
                 break
             self._admit(request, cached)
-            draft.admitted[request] = None
-            self._grow(request, num_tokens, draft)
-            draft.put(request, num_tokens)
+            plan.admitted[request] = None
+            self._grow(request, num_tokens, plan)
+            plan.add(request, num_tokens)
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         self.waiting.remove(request)
@@ -266,28 +276,28 @@ class Scheduler:
             request.num_cached = request.num_computed
             self.stats.num_prompt_tokens += request.num_prompt_tokens
 
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
-        """Get blocks for a running request, taking them from the last in order if need be."""
+    def _make_room(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
+        """Get blocks for a running request; preempt the last requests in order if needed."""
         past = request.num_computed + num_tokens + self.config.num_lookahead
         if past <= len(request.block_ids) * self.block_size:
             return True
-        while not self._grow(request, num_tokens, draft):
+        while not self._grow(request, num_tokens, plan):
             victim = self.running[-1]
             self._preempt(victim)
-            draft.drop(victim)
-            draft.preempted = True
+            plan.remove(victim)
+            plan.preempted = True
             if victim is request:
                 return False
         return True
 
-    def _grow(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+    def _grow(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
         num_held = len(request.block_ids)
         reserved = self._num_reserved(request.num_computed + num_tokens)
         missing = self._num_blocks(reserved) - num_held
         if missing > self.pool.num_free:
             return False
         if missing > 0:
-            draft.appended.setdefault(request, num_held)
+            plan.appended.setdefault(request, num_held)
             request.block_ids += self.pool.allocate(missing)
         return True
 
@@ -300,28 +310,28 @@ class Scheduler:
         self.waiting.push(request)
 
     def _vacate(self, request: Request) -> None:
-        """Give back slot and blocks; results still under way are now late."""
+        """Give back slot and blocks. Results in flight will be ignored."""
         self.pool.release(request.block_ids)
         self._free_slots.append(request.slot)
         request.leave_slot()
 
-    def _plan(self, draft: _Draft) -> StepPlan:
-        # Before rows are launched: what was computed until now counts.
-        admissions = [self._admission(request) for request in draft.admitted]
+    def _finish_plan(self, plan: _PlanBuilder) -> StepPlan:
+        # Admissions first: they show what is computed before the rows are launched.
+        admissions = [self._admission(request) for request in plan.admitted]
         rows = []
-        for request, num_tokens in draft.num_scheduled.items():
+        for request, num_tokens in plan.num_scheduled.items():
             row = self._row(request, num_tokens)
-            request.launch(num_tokens, self._most_tokens(request, row))
+            request.launch(num_tokens, self._max_new_tokens(request, row))
             rows.append(row)
-        # Decodes lead, of like lengths together: backends cut the batch into tiles in this order.
-        # Of those in slots' order: a batch that goes on as it is keeps its rows.
+        # Decodes first, similar lengths together: attention backends tile the batch in this order.
+        # Then by slot, so that a batch of the same requests keeps the order of its rows.
         rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
         self.stats.num_steps += 1
         return StepPlan(
             index=self.stats.num_steps,
             rows=rows,
             admissions=admissions,
-            block_appends=list(self._block_appends(draft)),
+            block_appends=list(self._block_appends(plan)),
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:
@@ -335,14 +345,17 @@ class Scheduler:
             min(past, self.config.max_model_len),
             len(request.block_ids) * self.block_size,
             past >= request.num_expected,
-            # One admitted with a single token left has no places for drafts.
+            # A request admitted with a single token left has no places for drafts.
             num_tokens == self.config.query_len and self._decodes(request),
             request.rules,
             request.num_prompt_tokens,
         )
 
-    def _most_tokens(self, request: Request, row: PlannedRow) -> int:
-        """That the row may yield: of a decode, cut short or not, as many as it has places."""
+    def _max_new_tokens(self, request: Request, row: PlannedRow) -> int:
+        """Upper bound on the tokens this row can produce in the step.
+
+        A decode, also one that the token budget cut short, can produce one per query token.
+        """
         if row.decodes or self._decodes(request):
             return row.num_tokens
         return int(row.samples)
@@ -355,50 +368,60 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed=request.num_computed,
             rules=request.rules,
+            token_limit=request.token_limit,
         )
 
     @staticmethod
-    def _block_appends(draft: _Draft) -> Iterable[BlockAppend]:
-        for request in draft.admitted:
+    def _block_appends(plan: _PlanBuilder) -> Iterable[BlockAppend]:
+        for request in plan.admitted:
             yield BlockAppend(request.slot, 0, list(request.block_ids))
-        for request, start in draft.appended.items():
-            if request not in draft.admitted:
+        for request, start in plan.appended.items():
+            if request not in plan.admitted:
                 yield BlockAppend(request.slot, start, request.block_ids[start:])
 
     # ---- results ----
 
-    def _take_tokens(self, request: Request, row: RowResult) -> None:
-        """A run of tokens ends where one of them ends the request."""
+    def _take_tokens(self, request: Request, row: RowResult) -> list[int]:
+        """Append a row's tokens, up to one that ends the request; returns those appended."""
         request.land()
+        new_ids = row.token_ids
         if row.num_drafts:
-            for counts in (self.stats.spec, request.spec):
-                counts.add(row.num_drafts, len(row.token_ids) - 1)
-        known, stop_ids = request.token_ids, request.rules.stop_ids
-        if stop_ids.isdisjoint(row.token_ids) and (
-            len(known) + len(row.token_ids) < request.token_limit
+            self.stats.spec.add(row.num_drafts, len(new_ids) - 1)
+        known = request.token_ids
+        # Most steps end no request, so look at single tokens only if this one may.
+        if len(known) + len(new_ids) >= request.token_limit or not (
+            request.rules.stop_ids.isdisjoint(new_ids)
         ):
-            known += row.token_ids  # as in most steps: nothing ends here
-            self.stats.num_generated_tokens += len(row.token_ids)
-        else:
-            for token in row.token_ids:
-                known.append(token)
-                self.stats.num_generated_tokens += 1
-                if token in stop_ids or len(known) >= request.token_limit:
-                    self._end(request, token)
-                    if request.finished:
-                        return
-        if row.token_ids:
-            # Rejected drafts were computed too: what counts is what is known.
+            return self._take_last_tokens(request, new_ids)
+        known += new_ids
+        self.stats.num_generated_tokens += len(new_ids)
+        self._settle(request, bool(new_ids))
+        return new_ids
+
+    def _take_last_tokens(self, request: Request, new_ids: list[int]) -> list[int]:
+        """As `_take_tokens`, one token at a time: any of them may end the request."""
+        for count, token in enumerate(new_ids, start=1):
+            request.token_ids.append(token)
+            self.stats.num_generated_tokens += 1
+            self._end(request, token)
+            if request.finished:
+                return new_ids[:count]
+        self._settle(request, bool(new_ids))
+        return new_ids
+
+    def _settle(self, request: Request, has_new_tokens: bool) -> None:
+        """A step's tokens are known. Rejected drafts were computed too, but do not count."""
+        if has_new_tokens:
             request.num_computed = request.num_expected - 1
         self._offer_blocks(request)
 
     def _offer_blocks(self, request: Request) -> None:
-        """To the prefix cache, unless they lack the drafter's KV."""
+        """Give full blocks to the prefix cache, unless they lack the drafter's KV."""
         if self.drafting:
             self.prefix_cache.insert(request)
 
     def _end(self, request: Request, token: int) -> None:
-        """Unless a token that would stop it came too early."""
+        """End the request if its newest token does; a stop before `min_tokens` does not count."""
         rules = request.rules
         if token in rules.stop_ids and request.num_output_tokens > rules.params.min_tokens:
             reason, stop = "stop", token
@@ -406,12 +429,12 @@ class Scheduler:
             reason, stop = "length", None
         else:
             return
-        # The block of the last computed token may be full: let others find it.
+        # The last computed token may have filled a block: offer it before the blocks go.
         self._offer_blocks(request)
         self.finish(request, reason, stop)
 
     def _num_reserved(self, num_tokens: int) -> int:
-        """Tokens to have blocks for: a drafter writes KV behind those of the step."""
+        """Tokens to reserve blocks for: a drafter writes KV after those of the step."""
         return min(num_tokens + self.config.num_lookahead, self.config.max_model_len)
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Chat messages to one prompt, through the Jinja template that ships with a model."""
+"""Turns chat messages into a prompt with the Jinja template that ships with a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoop.config.errors import CheckpointError, RequestError
 if TYPE_CHECKING:
     import jinja2
 
-# Stands at the end of a message that is to be continued; the prompt is cut there.
+# Marks the end of a message to be continued; the prompt is cut there.
 CONTINUE_MARK = "\ue000stoop-continue\ue000"
 
 
@@ -34,7 +34,7 @@ class ChatTemplate:
         chat_template: str | None = None,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt for these messages; what the template refuses is a `RequestError`.
+        """The prompt for these messages. Raises `RequestError` if the template refuses them.
 
         chat_template: the text of another template, or the name of one of these
         """
@@ -99,7 +99,7 @@ def load_chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplat
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"chat_template in {folder / 'tokenizer_config.json'} is neither a string nor a "
-                "list of named templates: mend it"
+                "list of named templates: correct it"
             ) from error
     return None
 
@@ -206,7 +206,7 @@ def _check_tools(tools: Any) -> None:
 
 
 def _check_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose content is a string (or None, beside tool calls)."""
+    """A copy whose content is a string, which is empty if there are only tool calls."""
     if not isinstance(message, Mapping):
         raise RequestError(
             f'each message is an object with "role" and "content", not {type(message).__name__}'
@@ -222,7 +222,7 @@ def _flatten(content: Any, message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     if content is None and message.get("tool_calls"):
-        return ""  # as vLLM does: many templates join contents without a look
+        return ""  # as vLLM does: many templates join contents without checking them
     if isinstance(content, list):
         # Clients send separate blocks as separate parts, so they stay on lines of their own.
         return "\n".join(_part_text(part) for part in content)

@@ -1,8 +1,9 @@
-"""Token ids to text, a few tokens at a time, and the strings at which a text stops."""
+"""Turns token ids into text, a few tokens at a time, and finds stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 
 from stoop.config.errors import RequestError
@@ -12,17 +13,42 @@ REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so at most three replacement characters at the end of a
 # text can still turn into something else.
 MAX_HELD = 3
-# Only a text that goes on ending in replacement characters lets the window grow. The last
-# sixteen tokens are enough to see the last three characters as they are: their bytes (three
-# each at most), the character before them, and three bytes in which UTF-8 finds its step again.
+# The window grows only while the text keeps ending in replacement characters. The last sixteen
+# tokens are enough to read the last three characters correctly: their bytes (three each at most),
+# the character before them, and three bytes in which UTF-8 resynchronises.
 WINDOW_TOKENS = 16
 MAX_WINDOW_TOKENS = 48
-# Of a prompt. A few more than a window, for it may start and end inside a character.
+# Tokens of the prompt to look at. A few more than a window, since they may start and end inside a
+# character.
 MAX_TAIL_TOKENS = WINDOW_TOKENS + 2 * MAX_HELD
 
 
+class GrowingText:
+    """Text that only grows. A beginning of it can be read at any time, from any thread."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._joined = (0, "")  # number of parts joined, and their text; replaced in one piece
+        self.num_characters = 0
+
+    def append(self, part: str) -> None:
+        if part:
+            self._parts.append(part)
+            self.num_characters += len(part)
+
+    def read(self, num_characters: int | None = None) -> str:
+        """The first `num_characters`, or all. Each part is joined once."""
+        wanted = self.num_characters if num_characters is None else num_characters
+        num_joined, text = self._joined
+        if wanted > len(text):
+            parts = self._parts[num_joined:]
+            text = "".join((text, *parts))
+            self._joined = (num_joined + len(parts), text)
+        return text[:wanted]
+
+
 class IncrementalDetokenizer:
-    """Text of a growing list of ids, never half a character, at a constant cost per token.
+    """The text of a growing list of ids, in whole characters, at a constant cost per token.
 
     The increments joined are `tokenizer.decode` of all ids. One exception: in tokenizers with
     byte-fallback tokens (`<0x0A>`), `decode` blanks a whole run of bytes when one of them is
@@ -44,7 +70,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._anchor: list[int] = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
-        self._parts: list[str] = []
+        self._text = GrowingText()
         self._window: list[int] = []
         self._num_characters = 0  # of the window's text
         self._num_released = 0  # those of them that were given out
@@ -55,9 +81,7 @@ class IncrementalDetokenizer:
     @property
     def text(self) -> str:
         """All text so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        return self._text.read()
 
     def append(self, ids: Sequence[int]) -> str:
         """Take ids and return the new text that can no longer change."""
@@ -76,12 +100,11 @@ class IncrementalDetokenizer:
             num_repeated = min(num_leading, self._num_in_prompt)
             new_text = new_text[num_repeated:]
             self._num_in_prompt = 0 if new_text else self._num_in_prompt - num_repeated
-        if new_text:
-            self._parts.append(new_text)
+        self._text.append(new_text)
         return new_text
 
     def _continue_from(self, prompt_ids: Sequence[int]) -> None:
-        """Start where the prompt's text ends. Only its last tokens are looked at."""
+        """Start where the prompt's text ends. Only its last tokens are decoded."""
         with_text = (token_id for token_id in reversed(prompt_ids) if self._has_text(token_id))
         tail = list(islice(with_text, MAX_TAIL_TOKENS))[::-1]
         # The prompt may end inside a character, with at most so many of its tokens.
@@ -132,11 +155,11 @@ class IncrementalDetokenizer:
         self._num_held = 0
 
     def _shorten_window(self) -> str:
-        """Keep the end of the window; text comes out if that end alone reads differently."""
+        """Keep the end of the window; returns text if that end alone decodes differently."""
         window = self._anchor + self._window[-WINDOW_TOKENS:]
         text = self._decode(window)
         if _num_trailing_replacements(text) != self._num_held:
-            # Only byte-fallback runs read differently, and this one is too long to mend.
+            # Only byte-fallback runs decode differently, and this one is too long to wait for.
             held = REPLACEMENT * self._num_held
             self._restart()
             return held
@@ -153,7 +176,7 @@ class IncrementalDetokenizer:
 
 
 class StopChecker:
-    """Releases text up to the first stop string, keeping back what may become one.
+    """Releases text up to the first stop string, and holds back what may become one.
 
     The stop string that *ends* first wins, whatever the pieces in which text arrives; of two
     that end at the same character, the longer one wins.
@@ -189,7 +212,7 @@ class StopChecker:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """The text kept back, now that nothing follows it."""
+        """The text held back, when nothing follows it."""
         held, self._held = self._held, ""
         return held
 
@@ -229,16 +252,18 @@ class TextStream:
         self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._checker = StopChecker(stop, include_stop)
-        self._parts: list[str] = []
+        self._text = GrowingText()
         # Ids taken until the text stopped, the one that completed the stop string included.
         self.num_tokens = 0
 
     @property
     def text(self) -> str:
         """All text released so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        return self._text.read()
+
+    def snapshot(self) -> Callable[[], str]:
+        """A function that returns the text released so far, even when there is more later."""
+        return partial(self._text.read, self._text.num_characters)
 
     @property
     def stopped(self) -> str | None:
@@ -263,8 +288,7 @@ class TextStream:
         return self._keep(self._checker.finish() + self._detokenizer.finish())
 
     def _keep(self, released: str) -> str:
-        if released:
-            self._parts.append(released)
+        self._text.append(released)
         return released
 
 

@@ -1,4 +1,4 @@
-"""Prompts of every common layout into conversations that await an answer."""
+"""Reads prompt files in the common layouts, as conversations to answer."""
 
 import json
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ LAYOUTS = (
 
 
 def read_prompts(path: Path, flag: str = "--prompts") -> list[Conversation]:
-    """JSON a line (.jsonl, .json) or text a line (anything else)."""
+    """Read a file with one JSON object per line (.jsonl, .json) or one text per line."""
     try:
-        # A prompt may hold what only splitlines() takes for the end of a line.
+        # Not splitlines(): a prompt may hold characters that it takes for the end of a line.
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise ConfigError(
@@ -46,7 +46,7 @@ def _parse(line: str, where: str) -> Conversation:
 
 
 def _conversation(record: Mapping[str, Any]) -> Conversation:
-    """Of a conversation the part before its last answer; of several turns the first."""
+    """The part of a conversation before its last answer, or the first of several turns."""
     if "messages" in record:
         messages = [{"role": m["role"], "content": m["content"]} for m in record["messages"]]
         while messages[-1]["role"] == "assistant":

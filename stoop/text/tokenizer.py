@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model folder."""
+"""Encodes text to token ids and decodes them, for one model folder."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with special tokens, as the model was trained to begin."""
+        """Token ids of a text, with the special tokens that the model expects around it."""
         if not isinstance(text, str):
             raise RequestError(f"a prompt is a string, not {type(text).__name__}: pass text")
         try:
@@ -89,14 +89,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, or of one; ids that the vocabulary lacks give no text."""
+        """Text of token ids, or of a single one. Ids outside the vocabulary have no text."""
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (TypeError, OverflowError):
             return self._backend.decode(_plain_ids(ids), skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` looks at this id at all."""
+        """Whether `decode` does not skip this id."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return self._backend.id_to_token(token_id) is not None
@@ -171,10 +171,10 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """As the tokenizers of transformers do it: token ids, or text if not `tokenize`.
+        """As transformers' tokenizers do: token ids, or text if not `tokenize`.
 
-        Of several conversations a list. Further arguments are variables of the template. With
-        `return_dict=True` ids come as {"input_ids": ..., "attention_mask": ...}.
+        Returns a list for several conversations. Further arguments are variables of the template.
+        With `return_dict=True` ids come as {"input_ids": ..., "attention_mask": ...}.
         """
         as_dict = variables.pop("return_dict", False)
         for name in _TENSOR_ARGUMENTS:
@@ -208,13 +208,13 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def _adds_bos_itself(self) -> bool:
-        # Any character will do: we only look at what the post-processor puts in front.
+        # Any character works: only what the post-processor puts in front matters.
         ids = self._backend.encode("a", add_special_tokens=True).ids
         return bool(ids) and ids[0] == self.bos_token_id
 
 
 def _plain_ids(ids: Any) -> list[int]:
-    """Ids of numpy or torch, or a single one."""
+    """A list of ints from ids of numpy or torch, or from a single one."""
     ids = plain(ids)
     listed = [plain(each) for each in ids] if isinstance(ids, Sequence) else [ids]
     if not all(is_whole(token_id) and 0 <= token_id < 2**32 for token_id in listed):

@@ -54,7 +54,8 @@ def check_right(llm: LLM, expected: list[list[int]]) -> None:
     assert llm.metrics()["num_requests_waiting"] == llm.metrics()["num_requests_running"] == 0
     llm.engine.scheduler.check_idle()
     llm.engine.scheduler.pool.check()
-    assert not llm.engine._groups and not llm.engine._answers
+    frontend = llm.engine.frontend
+    assert not frontend._groups and not frontend._answers
 
 
 # ---- real signals ----
@@ -184,8 +185,9 @@ PACKAGE = Path(stoop.__file__).parent
 STRUCK_FILES = {
     str(path)
     for pattern in (
-        "engine/engine.py", "engine/outputs.py", "engine/shared.py", "scheduler/*.py",
-        "core/request.py", "batch/*.py", "worker/runner.py", "worker/output.py",
+        "engine/engine.py", "engine/core.py", "engine/frontend.py", "engine/uniproc.py",
+        "engine/outputs.py", "engine/shared.py", "scheduler/*.py", "core/request.py",
+        "core/outputs.py", "batch/*.py", "worker/runner.py", "worker/output.py",
     )
     for path in PACKAGE.glob(pattern)
 }  # fmt: skip

@@ -282,7 +282,7 @@ def test_an_interrupt_while_results_are_taken_strands_nobody(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoop.engine.outputs.Answer.take", interrupted)
+        patch.setattr("stoop.engine.outputs.Answer.read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(streams[0])
     with pytest.raises(RequestError, match="lost"):

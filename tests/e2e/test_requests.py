@@ -1,5 +1,6 @@
 """How requests end, fail and are refused, and what that leaves of others."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def test_a_refused_call_does_not_change_later_answers(text_model: Path, case: st
 def test_a_prompt_beyond_the_kv_cache_draws_no_seed(text_model: Path) -> None:
     options: dict[str, Any] = {"dtype": "float64", "device": "cpu", "seed": 5}
     undisturbed, refusing = (LLM(str(text_model), **options) for _ in range(2))
-    refusing.engine.inputs.capacity = 32  # an engine whose cache holds less than its model does
+    inputs = refusing.engine.frontend.inputs
+    inputs.limits = replace(inputs.limits, kv_tokens=32)  # a cache that holds less than a model
     with pytest.raises(RequestError, match="the KV cache holds 32"):
         refusing.generate("x" * 40, UNSEEDED)
     found, expected = (

@@ -62,7 +62,7 @@ class Watch:
         runner.launch = spy  # type: ignore[method-assign]
 
     def _look(self, plan: StepPlan) -> None:
-        under_way = list(self.llm.engine._in_flight)
+        under_way = list(self.llm.engine.core._in_flight)
         assert not any(launched.wants_scores for _, launched in under_way), "hidden states are lost"
         self.num_drained += any(row.rules.params.wants_scores for row in plan.rows)
         self.depths.add(len(under_way) + 1)
@@ -226,7 +226,7 @@ def test_slots_are_reused_while_steps_are_under_way(text_model: Path, ahead: int
     assert [summary(output) for output in llm.generate(texts, params)] == expected
     assert watch.num_reused_slots >= 4
     # The dead steps that were under way at the end disturb nobody.
-    assert llm.engine._in_flight
+    assert llm.engine.core._in_flight
     assert [summary(output) for output in llm.generate(texts, params)] == expected
 
 
@@ -235,7 +235,7 @@ def test_a_request_that_is_sure_to_end_launches_nothing_in_vain(text_model: Path
     watch = Watch(llm)
     llm.generate("hello", GREEDY.replace(max_tokens=7))
     assert len(watch.plans) == llm.metrics()["num_steps"] == 7
-    assert not llm.engine._in_flight
+    assert not llm.engine.core._in_flight
 
 
 # ---- streams ----

@@ -11,10 +11,11 @@ from stoop import LLM, SamplingParams
 from stoop.checkpoint import shipped
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options
-from stoop.engine import draft_costs, draft_trial, drafter
+from stoop.engine import choose_drafter as chooser
+from stoop.engine import draft_costs, draft_trial
+from stoop.engine.choose_drafter import choose_drafter, choose_drafts, expand_auto
 from stoop.engine.draft_costs import CostStore, DraftCosts
 from stoop.engine.draft_trial import DraftTrial
-from stoop.engine.drafter import choose_drafts, find_drafter, spelled_out
 from stoop.models.hf_config import read_model_spec
 from stoop.models.toy import write_head, write_target
 from stoop.worker.runner import ModelRunner
@@ -75,7 +76,7 @@ def test_a_start_measures_nothing(target: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ModelRunner, "launch", lambda *a: launched.append(1) or launch(*a))
     llm = LLM(target, **SETTINGS)
     assert (built, launched) == ([1], [])
-    assert llm.config.spec is not None and llm.config.spec.num_tokens == drafter.CPU_DRAFTS
+    assert llm.config.spec is not None and llm.config.spec.num_tokens == chooser.CPU_DRAFTS
     assert llm.config.draft_note == (
         "the head that ships with stoop; stoop measures while it runs whether this helps here"
     )
@@ -102,9 +103,9 @@ def test_fewer_drafts_in_one_run_do_not_mean_fewer_ever_after(target: str) -> No
 
 
 def test_what_is_known_is_measured_less_often(target: str) -> None:
-    assert LLM(target, **SETTINGS).engine.trial.early_gap == draft_trial.EARLY_GAP
+    assert LLM(target, **SETTINGS).engine.core.trial.early_gap == draft_trial.EARLY_GAP
     store_of(target).add(DraftCosts(3, 10.0, 12.0))
-    assert LLM(target, **SETTINGS).engine.trial.early_gap == draft_trial.KNOWN_GAP
+    assert LLM(target, **SETTINGS).engine.core.trial.early_gap == draft_trial.KNOWN_GAP
 
 
 def test_a_head_that_did_not_pay_is_left_alone(target: str, capsys: pytest.CaptureFixture) -> None:
@@ -163,8 +164,8 @@ def test_a_store_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     llm = LLM(target, **SETTINGS)
-    assert llm.engine.trial is not None
-    llm.engine.trial._keep(DraftCosts(3, 10.0, 12.0))
+    assert llm.engine.core.trial is not None
+    llm.engine.core.trial._keep(DraftCosts(3, 10.0, 12.0))
     assert "cannot be written" in caplog.text
     assert answers(llm)
 
@@ -173,7 +174,7 @@ def test_options_that_it_does_not_fit_win(target: str) -> None:
     llm = LLM(target, **SETTINGS, max_num_batched_tokens=2)
     assert llm.config.spec is None
     assert llm.config.draft_note.startswith("the model's head does not fit the other options")
-    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": drafter.GPU_DRAFTS}
+    asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": chooser.GPU_DRAFTS}
     with pytest.raises(ConfigError, match="max_num_batched_tokens=2"):
         LLM(target, **SETTINGS, max_num_batched_tokens=2, speculative_config=asked)
     # With a head's layer the cache is a third larger: refused where it is made.
@@ -187,8 +188,8 @@ def test_options_that_it_does_not_fit_win(target: str) -> None:
 def test_on_a_gpu_nothing_is_asked_of_the_store(target: str) -> None:
     store_of(target).add(DraftCosts(3, 10.0, 70.0))
     options, model = make_options(target, {}), read_model_spec(Path(target))
-    found = find_drafter(options, model, Path(target), "cuda:0", None)
-    assert found.spec is not None and found.spec.num_tokens == drafter.GPU_DRAFTS
+    found = choose_drafter(options, model, Path(target), "cuda:0", None)
+    assert found.spec is not None and found.spec.num_tokens == chooser.GPU_DRAFTS
     assert found.note == "the head that ships with stoop"
     assert found.store is None
 
@@ -208,20 +209,20 @@ def test_a_model_without_a_head_has_no_drafts(target: str, tmp_path: Path) -> No
 def test_a_copy_of_the_weights_elsewhere_gets_the_head(target: str, tmp_path: Path) -> None:
     copy = shutil.copytree(target, tmp_path / "copy")
     options, model = make_options(str(copy), {}), read_model_spec(copy)
-    found = find_drafter(options, model, copy, "cuda:0", None)
+    found = choose_drafter(options, model, copy, "cuda:0", None)
     assert found.spec is not None and found.spec.folder == str(shipped.SHIPPED[target])
 
 
 def test_auto_in_words(target: str, tmp_path: Path) -> None:
     head = str(shipped.SHIPPED[target])
-    assert spelled_out("auto", target, "cuda:0") == {
+    assert expand_auto("auto", target, "cuda:0") == {
         "model": head,
-        "num_speculative_tokens": drafter.GPU_DRAFTS,
+        "num_speculative_tokens": chooser.GPU_DRAFTS,
     }
     other = str(write_target(tmp_path / "other", num_layers=4))
-    assert spelled_out(" Auto ", other, "cpu") is None
+    assert expand_auto(" Auto ", other, "cpu") is None
     for given in (None, "none", {"method": "ngram"}):
-        assert spelled_out(given, target, "cpu") == given
+        assert expand_auto(given, target, "cpu") == given
 
 
 # ---- while it runs ----
@@ -300,9 +301,9 @@ def test_answers_are_the_same_whether_drafts_stay_or_go(target: str, costly: Non
     long = GREEDY.replace(max_tokens=200)
     expected = answers(LLM(target, **ROOMY, speculative_config=None), long)
     llm = LLM(target, **ROOMY, block_size=4)
-    assert llm.engine.trial is not None
+    assert llm.engine.core.trial is not None
     (alone,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
-    assert not llm.engine.trial.pays
+    assert not llm.engine.core.trial.pays
     assert alone.outputs[0].token_ids == expected[0]
     before = llm.metrics()["spec_decode_num_drafts"]
     assert before > 0 and answers(llm, long) == expected
@@ -317,8 +318,8 @@ def test_blocks_without_the_drafters_kv_are_not_offered(target: str, costly: Non
     long = GREEDY.replace(max_tokens=200)
     llm = LLM(target, **ROOMY, block_size=4)
     (first,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
-    assert llm.engine.trial is not None and not llm.engine.trial.pays
-    llm.engine.trial = None  # from here on drafts as ever
+    assert llm.engine.core.trial is not None and not llm.engine.core.trial.pays
+    llm.engine.core.trial = None  # from here on drafts as ever
     llm.engine.runner.drafting = llm.engine.scheduler.drafting = True
     llm.engine.scheduler.verify_drafts = True
     follow_up = [*PROMPTS[0], *first.outputs[0].token_ids][:210]
@@ -331,7 +332,7 @@ def test_blocks_without_the_drafters_kv_are_not_offered(target: str, costly: Non
 
 
 def test_graphs_and_steps_ahead_have_no_trial(target: str) -> None:
-    assert LLM(target, **SETTINGS, graph_mode="step").engine.trial is None
-    assert LLM(target, **SETTINGS, run_ahead=1).engine.trial is None
+    assert LLM(target, **SETTINGS, graph_mode="step").engine.core.trial is None
+    assert LLM(target, **SETTINGS, run_ahead=1).engine.core.trial is None
     asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": 2}
-    assert LLM(target, **SETTINGS, speculative_config=asked).engine.trial is None
+    assert LLM(target, **SETTINGS, speculative_config=asked).engine.core.trial is None

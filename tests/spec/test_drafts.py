@@ -164,7 +164,7 @@ def test_a_head_that_knows_some_tokens_is_right_for_those(drafters: DrafterStore
         num_steps += room > 0
     assert answer.spec is not None
     assert answer.spec.num_accepted_tokens_per_pos == expected
-    assert answer.spec.num_drafts == num_steps
+    assert answer.spec.num_draft_steps == num_steps
     assert 0 < expected[2] <= expected[1] <= expected[0] <= num_steps and expected[2] < num_steps
 
 

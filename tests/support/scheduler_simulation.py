@@ -136,6 +136,7 @@ class BookkeepingWorker:
         self.draft_limit[slot] = admission.rules.num_drafts
         limit = admission.num_prompt_tokens + admission.rules.max_tokens
         self.token_limit[slot] = min(limit, self.world.max_model_len)
+        assert admission.token_limit == self.token_limit[slot], "a wrong token limit"
         self.admissions[slot] = admission
 
     def text(self, slot: int, drafts: bool = False) -> list[int]:
@@ -332,6 +333,8 @@ class Simulation:
         self.in_flight: deque[StepResult] = deque()
         self.requests: list[Request] = []
         self.expected: list[list[int]] = []  # answers
+        self.by_id: dict[str, Request] = {}  # the newest of each id
+        self.told: dict[str, list[int]] = {}  # tokens of all their deltas
         self.num_steps = 0
 
     # ---- what may happen ----
@@ -357,6 +360,7 @@ class Simulation:
         request = Request(name, tuple(prompt), rules, priority)
         self.scheduler.add(request)
         self.requests.append(request)
+        self.told[name], self.by_id[name] = [], request
         self.expected.append(undisturbed(request, self.world.max_model_len))
 
     def abort(self, choice: int) -> str | None:
@@ -390,9 +394,14 @@ class Simulation:
         result = self.in_flight.popleft()
         late = {r.request_id for r in result.rows if self._is_late(r)}
         before = {r: list(r.token_ids) for r in self.requests if r.request_id in late}
-        rows = self.scheduler.update(result)
-        assert not late & {request.request_id for request, _ in rows}, "a late result counts"
+        deltas = self.scheduler.update(result)
+        assert not late & {delta.request_id for delta in deltas}, "a late result counts"
         assert all(r.token_ids == then for r, then in before.items()), "a late result was taken in"
+        for delta in deltas:
+            self.told[delta.request_id] += delta.token_ids
+        for request in self.requests:
+            if self.by_id[request.request_id] is request:
+                assert self.told[request.request_id] == request.output_token_ids, "other deltas"
         self._check_books()
         self._check_bounds()
         self._check_answers()

@@ -452,7 +452,7 @@ def test_invariant_23_results_of_freed_rows_are_discarded(
 def test_invariant_25_oversize_writes_raise() -> None:
     runner = make_tiny_llm(max_num_seqs=2).engine.runner
     limit = runner.config.schedule.max_model_len
-    too_long = Admission(0, [1] * (limit + 1), 1, 0, make_rules())
+    too_long = Admission(0, [1] * (limit + 1), 1, 0, make_rules(), limit)
     with pytest.raises(IndexError):
         runner.target.state.admit(runner.staged, too_long)
     with pytest.raises(IndexError):

@@ -128,9 +128,10 @@ class Rig:
         staged = StagedWrites(CPU)
         for slot, case in enumerate(cases):
             tokens = [*case.prompt, *case.output]
-            admission = Admission(slot, tokens, len(case.prompt), 0, case.rules(seed=slot))
+            rules, num_prompt = case.rules(seed=slot), len(case.prompt)
+            admission = Admission(slot, tokens, num_prompt, 0, rules, num_prompt + rules.max_tokens)
             self.requests.admit(staged, admission)
-            self.state.admit(staged, slot, case.rules(seed=slot))
+            self.state.admit(staged, slot, rules)
         staged.apply()
 
     def sample(self, slots: list[int] | None = None) -> torch.Tensor:

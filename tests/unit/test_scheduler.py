@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from stoop.config.errors import RequestError
+from stoop.core.outputs import SpecCounts
 from stoop.core.request import RequestStatus
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import RowResult, StepPlan, StepResult
@@ -641,7 +642,7 @@ def test_late_drafts_of_a_preempted_request_are_ignored() -> None:
     late = verdict(scheduler.schedule(), {"a": [6, 7, 8]})
     scheduler._preempt(request)
     assert scheduler.update(late) == []
-    assert request.output_token_ids == [5] and request.spec.num_drafts == 0
+    assert request.output_token_ids == [5] and scheduler.stats.spec.num_draft_steps == 0
 
 
 def test_spec_stats_count_drafts_by_request_and_in_all() -> None:
@@ -651,15 +652,20 @@ def test_spec_stats_count_drafts_by_request_and_in_all() -> None:
     scheduler.add(a)
     scheduler.add(b)
     spec_step(scheduler, a=[5], b=[5])
+    told = {"a": SpecCounts.of(K), "b": SpecCounts.of(K)}
     for tokens in ([6], [6, 7, 8, 9], [6, 7, 8]):
         plan = scheduler.schedule()
         rows = [
             RowResult("a", a.epoch, tokens, num_drafts=K),
             RowResult("b", b.epoch, [6], num_drafts=0),  # it wants none
         ]
-        scheduler.update(StepResult(plan.index, rows))
-    for spec in (a.spec, scheduler.stats.spec):
-        assert (spec.num_drafts, spec.num_draft_tokens, spec.num_accepted_tokens) == (3, 9, 5)
+        for delta in scheduler.update(StepResult(plan.index, rows)):
+            if delta.num_drafts:
+                told[delta.request_id].add(delta.num_drafts, delta.num_accepted)
+    for spec in (told["a"], scheduler.stats.spec):
+        steps = spec.num_draft_steps
+        assert (steps, spec.num_draft_tokens, spec.num_accepted_tokens) == (3, 9, 5)
         assert spec.num_accepted_tokens_per_pos == [2, 2, 1]
         assert spec.mean_acceptance_length == pytest.approx(1 + 5 / 3)
-    assert b.spec.num_drafts == 0 and b.spec.num_accepted_tokens_per_pos == [0] * K
+    assert told["b"].num_draft_steps == 0
+    assert told["b"].num_accepted_tokens_per_pos == [0] * K

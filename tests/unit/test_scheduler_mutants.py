@@ -14,7 +14,7 @@ from stoop.scheduler import prefix_cache as prefix_cache_module
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
-from stoop.scheduler.scheduler import Scheduler, _Draft
+from stoop.scheduler.scheduler import Scheduler, _PlanBuilder
 from support.scheduler_simulation import (
     BookkeepingWorker,
     World,
@@ -87,7 +87,7 @@ def insert_before_computed(insert: Any) -> Any:
 
 
 def grow_too_little(grow: Any) -> Any:
-    return lambda self, request, num, draft: grow(self, request, max(num - 1, 0), draft)
+    return lambda self, request, num, plan: grow(self, request, max(num - 1, 0), plan)
 
 
 def preempt_without_release(preempt: Any) -> Any:
@@ -99,12 +99,12 @@ def preempt_without_release(preempt: Any) -> Any:
 
 
 def preempt_the_first(make_room: Any) -> Any:
-    def mutant(self: Scheduler, request: Request, num: int, draft: _Draft) -> bool:
-        while not self._grow(request, num, draft):
+    def mutant(self: Scheduler, request: Request, num: int, plan: _PlanBuilder) -> bool:
+        while not self._grow(request, num, plan):
             victim = self.running[0]
             self._preempt(victim)
-            draft.drop(victim)
-            draft.preempted = True
+            plan.remove(victim)
+            plan.preempted = True
             if victim is request:
                 return False
         return True
@@ -112,12 +112,12 @@ def preempt_the_first(make_room: Any) -> Any:
     return mutant
 
 
-def keep_rows_of_the_preempted(drop: Any) -> Any:
+def keep_rows_of_the_preempted(remove: Any) -> Any:
     return lambda self, request: None
 
 
-def forget_the_budget(put: Any) -> Any:
-    def mutant(self: _Draft, request: Request, num_tokens: int) -> None:
+def forget_the_budget(add: Any) -> Any:
+    def mutant(self: _PlanBuilder, request: Request, num_tokens: int) -> None:
         self.num_scheduled[request] = num_tokens
 
     return mutant
@@ -156,8 +156,8 @@ def vacate_keeps_offers(vacate: Any) -> Any:
 
 
 def appends_one_late(block_appends: Any) -> Any:
-    def mutant(draft: _Draft) -> Iterator[BlockAppend]:
-        for append in block_appends(draft):
+    def mutant(plan: _PlanBuilder) -> Iterator[BlockAppend]:
+        for append in block_appends(plan):
             if append.start:
                 append = BlockAppend(append.slot, append.start - 1, append.block_ids)
             yield append
@@ -166,7 +166,7 @@ def appends_one_late(block_appends: Any) -> Any:
 
 
 def appends_lost_for_running(block_appends: Any) -> Any:
-    return staticmethod(lambda draft: [a for a in block_appends(draft) if a.start == 0])
+    return staticmethod(lambda plan: [a for a in block_appends(plan) if a.start == 0])
 
 
 def queue_newest_first(push: Any) -> Any:
@@ -180,6 +180,14 @@ def queue_newest_first(push: Any) -> Any:
 
 def chunks_sample_too(row: Any) -> Any:
     return lambda self, request, num: dataclasses.replace(row(self, request, num), samples=True)
+
+
+def limit_beyond_the_model(admission: Any) -> Any:
+    def mutant(request: Request) -> Admission:
+        limit = request.num_prompt_tokens + request.rules.max_tokens
+        return dataclasses.replace(admission(request), token_limit=limit)
+
+    return staticmethod(mutant)
 
 
 def resume_without_generated(admission: Any) -> Any:
@@ -207,8 +215,9 @@ MUTANTS = [
     (RequestQueue, "push", queue_newest_first),
     (Scheduler, "_row", chunks_sample_too),
     (Scheduler, "_admission", resume_without_generated),
-    (_Draft, "drop", keep_rows_of_the_preempted),
-    (_Draft, "put", forget_the_budget),
+    (Scheduler, "_admission", limit_beyond_the_model),
+    (_PlanBuilder, "remove", keep_rows_of_the_preempted),
+    (_PlanBuilder, "add", forget_the_budget),
 ]
 
 
@@ -236,11 +245,12 @@ def ignore_the_following_token(init: Any) -> Any:
 
 
 def count_rejected_drafts(take_tokens: Any) -> Any:
-    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> list[int]:
         computed = request.num_computed
-        take_tokens(self, request, row)
+        new_ids = take_tokens(self, request, row)
         if not request.finished:
             request.num_computed = min(computed, request.num_tokens)
+        return list(new_ids)
 
     return mutant
 
@@ -248,18 +258,30 @@ def count_rejected_drafts(take_tokens: Any) -> Any:
 def run_past_the_stop(take_tokens: Any) -> Any:
     """The tokens behind the one that ends a request are kept as well."""
 
-    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> list[int]:
         num_before = request.num_tokens
         take_tokens(self, request, row)
         if request.finished:
             request.token_ids += row.token_ids[request.num_tokens - num_before :]
+        return request.token_ids[num_before:]
 
     return mutant
 
 
 def drop_the_rest_of_a_run(take_tokens: Any) -> Any:
-    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
-        take_tokens(self, request, dataclasses.replace(row, token_ids=row.token_ids[:2]))
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> list[int]:
+        cut = dataclasses.replace(row, token_ids=row.token_ids[:2])
+        return list(take_tokens(self, request, cut))
+
+    return mutant
+
+
+def repeat_what_was_cut(take_tokens: Any) -> Any:
+    """The request is right, but what the front end is told goes past the token that ends it."""
+
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> list[int]:
+        take_tokens(self, request, row)
+        return row.token_ids
 
     return mutant
 
@@ -276,6 +298,7 @@ SPECULATIVE_MUTANTS = [
     (Scheduler, "_take_tokens", count_rejected_drafts),
     (Scheduler, "_take_tokens", run_past_the_stop),
     (Scheduler, "_take_tokens", drop_the_rest_of_a_run),
+    (Scheduler, "_take_tokens", repeat_what_was_cut),
     (Scheduler, "_order_running", decode_without_places),
 ]
 
@@ -331,18 +354,18 @@ def steps_kept_when_vacated(leave_slot: Any) -> Any:
 def bound_raised_by_one(launch: Any) -> Any:
     """However many drafts may be accepted: the host's numbers fall behind the device's."""
 
-    def mutant(self: Request, num_tokens: int, num_yielded: int) -> None:
-        launch(self, *((1, 1) if num_yielded > 1 else (num_tokens, num_yielded)))
+    def mutant(self: Request, num_tokens: int, max_new_tokens: int) -> None:
+        launch(self, *((1, 1) if max_new_tokens > 1 else (num_tokens, max_new_tokens)))
 
     return mutant
 
 
-def a_step_yields_one(most_tokens: Any) -> Any:
-    return lambda self, request, row: min(1, most_tokens(self, request, row))
+def a_step_yields_one(max_new_tokens: Any) -> Any:
+    return lambda self, request, row: min(1, max_new_tokens(self, request, row))
 
 
-def a_chunk_yields_one(most_tokens: Any) -> Any:
-    return lambda self, request, row: max(1, most_tokens(self, request, row))
+def a_chunk_yields_one(max_new_tokens: Any) -> Any:
+    return lambda self, request, row: max(1, max_new_tokens(self, request, row))
 
 
 def offer_the_newest_token(insert: Any) -> Any:
@@ -375,11 +398,12 @@ def take_late_results(update: Any) -> Any:
 def bound_left_where_it_was(take_tokens: Any) -> Any:
     """Rejected drafts stay in the bound, which then never comes down again."""
 
-    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> list[int]:
         computed = request.num_computed
-        take_tokens(self, request, row)
+        new_ids = take_tokens(self, request, row)
         if not request.finished:
             request.num_computed = computed
+        return list(new_ids)
 
     return mutant
 
@@ -387,19 +411,20 @@ def bound_left_where_it_was(take_tokens: Any) -> Any:
 def bound_lowered_to_what_is_known(take_tokens: Any) -> Any:
     """As if nothing else were under way."""
 
-    def mutant(self: Scheduler, request: Request, row: RowResult) -> None:
-        take_tokens(self, request, row)
+    def mutant(self: Scheduler, request: Request, row: RowResult) -> list[int]:
+        new_ids = take_tokens(self, request, row)
         if not request.finished and row.token_ids:
             request.num_computed = request.num_tokens - 1
+        return list(new_ids)
 
     return mutant
 
 
 def blocks_for_what_is_known(grow: Any) -> Any:
-    def mutant(self: Scheduler, request: Request, num: int, draft: _Draft) -> bool:
+    def mutant(self: Scheduler, request: Request, num: int, plan: _PlanBuilder) -> bool:
         computed = request.num_computed
         request.num_computed = min(computed, request.num_tokens - 1)
-        found = grow(self, request, num, draft)
+        found = grow(self, request, num, plan)
         request.num_computed = computed
         return bool(found)
 
@@ -436,8 +461,8 @@ RUN_AHEAD_MUTANTS = [
     (Request, "land", results_not_counted_off, "miscounted"),
     (Request, "leave_slot", steps_kept_when_vacated, "holds something"),
     (Request, "launch", bound_raised_by_one, "out of bounds|too low|host thinks"),
-    (Scheduler, "_most_tokens", a_step_yields_one, "computes nothing"),
-    (Scheduler, "_most_tokens", a_chunk_yields_one, "disagree|computes unknown|not where"),
+    (Scheduler, "_max_new_tokens", a_step_yields_one, "computes nothing"),
+    (Scheduler, "_max_new_tokens", a_chunk_yields_one, "disagree|computes unknown|not where"),
     (PrefixCache, "insert", offer_the_newest_token, "cached block|nobody wrote|others may read"),
     (Scheduler, "_lacks_blocks", preempt_while_pending, "preempted while"),
     (Scheduler, "schedule", never_tell_that_results_are_pending, "preempted while"),

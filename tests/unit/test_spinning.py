@@ -152,7 +152,7 @@ def test_an_engine_on_a_cpu_is_watched(checkpoints: Any, monkeypatch: pytest.Mon
         def note_step(self) -> None:
             noted.append(1)
 
-    monkeypatch.setattr("stoop.engine.engine.share_cores", Watch)
+    monkeypatch.setattr("stoop.engine.uniproc.share_cores", Watch)
     llm = LLM(str(checkpoints.get("llama2")), device="cpu", skip_tokenizer_init=True)
     llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert len(noted) == llm.metrics()["num_steps"] == 5

@@ -227,7 +227,7 @@ class Rig:
         staged = StagedWrites(CPU)
         rules = [make_rules(10, each, seed=slot) for slot, each in enumerate(params)]
         for slot, each in enumerate(rules):
-            self.state.admit(staged, Admission(slot, [1, 2, 3], 2, 2, each))
+            self.state.admit(staged, Admission(slot, [1, 2, 3], 2, 2, each, 12))
             sampling.admit(staged, slot, each)
         staged.apply()
         slots = self.state.tensors

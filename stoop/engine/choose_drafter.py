@@ -1,8 +1,8 @@
-"""Which drafter an engine gets: the one that was asked for, or the head that comes with the model.
+"""Chooses an engine's drafter: the one the user asked for, or the head that ships with the model.
 
-A head that comes with the model is there to make it faster. On a GPU it does. On a CPU, where
-verifying more tokens costs more time, the engine finds out while it runs (see `draft_trial`), and
-the next start knows: nothing is measured before the first answer.
+A shipped head exists to make its model faster. On a GPU it does. On a CPU, where verifying more
+tokens takes more time, the engine measures while it runs (see `draft_trial`) and keeps the result
+for the next start. Nothing is measured before the first answer.
 """
 
 from collections.abc import Sequence
@@ -23,41 +23,42 @@ from stoop.config.speculation import (
 from stoop.engine.draft_costs import CostStore, DraftCosts
 from stoop.models.head_config import proposed_drafts, read_head_spec
 
-CPU_DRAFTS = 3  # where nothing is known yet, and the most
-GPU_DRAFTS = 4  # of 2 to 6 the fastest, or within 3 % of it, for one request on an H200
-MIN_GAIN = 1.05  # below it a head is not worth its memory
-AS_GOOD = 0.95  # of the best gain
+CPU_DRAFTS = 3  # where nothing has been measured yet, and the maximum
+GPU_DRAFTS = 4  # the fastest of 2 to 6, or within 3 % of it, for one request on an H200
+MIN_GAIN = 1.05  # a head with less gain is not worth its memory
+AS_GOOD = 0.95  # share of the best gain that counts as equally good
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterChoice:
+    """A drafter, or none, and why."""
+
     spec: SpecConfig | None
-    note: str = ""  # of a choice that the user did not make: why
+    note: str = ""  # the reason, if the user did not choose
     store: CostStore | None = None  # where to keep what its drafts cost
-    usual_tokens: Sequence[float] = ()  # of a step with 1, 2 ... drafts
+    usual_tokens: Sequence[float] = ()  # tokens per step with 1, 2 ... drafts
     costs_known: bool = False  # from earlier runs
 
 
-def spelled_out(given: Any, model: str, device: str) -> Any:
-    """What "auto" means for commands that want a model's head even if it does not pay; None if
-    there is no such head."""
+def expand_auto(given: Any, model: str, device: str) -> Any:
+    """Replace "auto" by the model's head, whether it pays or not; None if there is no head."""
     if not asks_for_auto(given):
         return given
     folder = shipped_head(resolve_model(model))
-    most = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
-    return folder and {"model": str(folder), "num_speculative_tokens": most}
+    num_drafts = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
+    return folder and {"model": str(folder), "num_speculative_tokens": num_drafts}
 
 
-def find_drafter(
+def choose_drafter(
     options: EngineOptions, model: ModelSpec, target: Path, device: str, report: Report | None
-) -> Drafter:
+) -> DrafterChoice:
     """target: the model's folder"""
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
-        return Drafter(_settle(asked, options, model, report) if asked else None)
+        return DrafterChoice(_settle(asked, options, model, report) if asked else None)
     folder = shipped_head(target)
     if folder is None or options.load_format == "dummy":
-        return Drafter(None)
+        return DrafterChoice(None)
     num_drafts, note, store, known = GPU_DRAFTS, "the head that ships with stoop", None, False
     lengths = acceptance_lengths(folder)
     if device == "cpu":
@@ -66,14 +67,14 @@ def find_drafter(
         known = costs is not None and not costs.busy  # other programs distort what steps cost
         num_drafts, why = _cpu_drafts(costs if known else None, lengths)
         if num_drafts == 0:
-            return Drafter(None, why)
+            return DrafterChoice(None, why)
         note += why
     wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
-    return Drafter(_settle(wanted, options, model, report), note, store, lengths, known)
+    return DrafterChoice(_settle(wanted, options, model, report), note, store, lengths, known)
 
 
 def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int, str]:
-    """How many drafts a step, and why, from what earlier runs found out."""
+    """How many drafts per step, and why, from what earlier runs measured."""
     if costs is None:
         return CPU_DRAFTS, "; stoop measures while it runs whether this helps here"
     times = costs.times(CPU_DRAFTS)
@@ -89,7 +90,7 @@ def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int
 def _settle(
     wanted: SpecOptions, options: EngineOptions, model: ModelSpec, report: Report | None
 ) -> SpecConfig:
-    """A head is read and held against the target."""
+    """Settle all options; a head is read and checked against the target."""
     if wanted.model is None:
         return settle_speculation(wanted, None, None)
     folder = resolve_model(wanted.model, revision=wanted.revision, report=report)
@@ -99,10 +100,11 @@ def _settle(
 
 
 def choose_drafts(times: Sequence[float], lengths: Sequence[float]) -> tuple[int, float]:
-    """How many a step, 0 for none, and how many times as fast as none that is.
+    """The number of drafts per step, 0 for none, and the speedup over plain decoding.
 
-    Of numbers that are about as good the least: it loses less where drafts are worse than usual.
-    times: milliseconds of a step with 0, 1 ... drafts; lengths: tokens of a step with 1, 2 ...
+    Of numbers that are about equally good it takes the smallest, which loses less where drafts
+    are worse than usual. times: milliseconds of a step with 0, 1 ... drafts; lengths: tokens of a
+    step with 1, 2 ... drafts
     """
     gains = [length * times[0] / ms for ms, length in zip(times[1:], lengths, strict=False)]
     best = max(gains)

@@ -1,0 +1,179 @@
+"""The engine core: schedule, launch, take in results. It knows tokens and no text.
+
+With `run_ahead` the core launches that many steps beyond the one whose result it reads, so that the
+device never waits for the host. With 0 it launches one step, waits, and reads the result.
+
+Requests and deltas are plain data (`stoop.core.messages`), so that a core can run in a process of
+its own.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.core.messages import Delta, EngineRequest
+from stoop.core.request import PromptLimits, Request
+from stoop.core.step import StepPlan, StepResult
+from stoop.engine.draft_trial import DraftTrial
+from stoop.engine.executor import Executor, StepHandle
+from stoop.scheduler.scheduler import Scheduler
+
+
+class EngineCore:
+    """Requests in, deltas out, one step at a time.
+
+    An exception may interrupt any method, Ctrl-C at any line included. The caller then asks for
+    the requests of the step at hand (`at_hand`), gives them up, and calls `restart` with the
+    requests that go on.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, cache: CacheConfig, executor: Executor) -> None:
+        self.executor = executor
+        self.scheduler = Scheduler(schedule, cache, executor.num_blocks)
+        self.trial: DraftTrial | None = None  # where it is open whether drafts pay
+        self._run_ahead = schedule.run_ahead
+        self._num_drafts = schedule.num_drafts
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._at_hand: StepPlan | None = None
+
+    # ---- requests ----
+
+    @property
+    def limits(self) -> PromptLimits:
+        """How long prompts may be; longer ones are refused."""
+        return self.scheduler.limits
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        """Queue requests."""
+        for request in requests:
+            self.scheduler.add(
+                Request(
+                    request.request_id, request.prompt_token_ids, request.rules, request.priority
+                )
+            )
+
+    def abort(self, request_ids: Iterable[str]) -> list[Delta]:
+        """End requests early; returns a last delta of each. Unknown ids are ignored."""
+        deltas = []
+        for request_id in request_ids:
+            request = self.scheduler.abort(request_id)
+            if request is not None:
+                delta = Delta(request_id, [], request.finish_reason, num_cached=request.num_cached)
+                deltas.append(delta)
+        self._check_idle()
+        return deltas
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; does nothing and returns False while there are requests."""
+        if self.has_work:
+            return False
+        self.restart([])
+        return True
+
+    # ---- one step ----
+
+    def step(self) -> list[Delta]:
+        """Launch steps as far ahead as allowed, then read the oldest result.
+
+        The step stays at hand until the caller acknowledges the deltas.
+        """
+        if not self.has_work:
+            return []
+        if self.trial is not None:
+            self.scheduler.verify_drafts = not self.trial.wants_plain()
+            self.scheduler.drafting = self.executor.drafting = self.trial.pays
+        started = time.perf_counter()
+        while self._may_launch():
+            plan = self.scheduler.schedule(results_pending=bool(self._in_flight))
+            if plan is None:
+                break
+            self._at_hand = plan
+            self._in_flight.append((plan, self.executor.launch(plan)))
+        assert self._in_flight, "there is work, yet nothing could be scheduled"
+        self._at_hand, launched = self._in_flight[0]
+        result = launched.result()
+        self._in_flight.popleft()
+        if self.trial is not None:
+            self._note_trial(self.trial, self._at_hand, result, time.perf_counter() - started)
+        deltas = self.scheduler.update(result)
+        self._check_idle()
+        return deltas
+
+    def acknowledge(self) -> None:
+        """The caller has taken in the deltas of the last step, and aborted what they ended."""
+        self._at_hand = None
+        self.executor.end_step()
+
+    def _may_launch(self) -> bool:
+        """Log-probabilities are computed from hidden states, which the next step overwrites."""
+        if self._in_flight and self._in_flight[-1][1].wants_scores:
+            return False
+        return len(self._in_flight) <= self._run_ahead
+
+    def _note_trial(
+        self, trial: DraftTrial, plan: StepPlan, result: StepResult, seconds: float
+    ) -> None:
+        """A decode of a single request shows what drafts cost."""
+        if len(plan.rows) != 1 or plan.rows[0].num_computed < plan.rows[0].num_prompt_tokens:
+            return
+        (row,) = result.rows
+        if row.num_drafts == self._num_drafts:
+            trial.note_drafted(seconds, len(row.token_ids))
+        elif plan.rows[0].num_tokens == 1:
+            trial.note_plain(seconds - self.executor.draft_seconds, self.executor.busy)
+
+    def _check_idle(self) -> None:
+        if not self.has_work:
+            self.scheduler.check_idle()
+            if self.trial is not None:
+                self.trial.note_idle()
+
+    # ---- after an exception ----
+
+    @property
+    def at_hand(self) -> Sequence[str]:
+        """Ids of the requests in the step at hand, which may be half done."""
+        return [row.request_id for row in self._at_hand.rows] if self._at_hand else []
+
+    def knows(self, request_id: str) -> bool:
+        """Whether this request is waiting or running."""
+        return self.scheduler.knows(request_id)
+
+    def restart(self, request_ids: Iterable[str]) -> None:
+        """Forget everything but these requests, which go on from the tokens they have.
+
+        May be interrupted and repeated.
+        """
+        self._at_hand = None
+        self._in_flight.clear()
+        self.executor.forget_rows()
+        self.scheduler.restart(request_ids)
+
+    # ---- numbers ----
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since the start, and the state of queues and cache now."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        cache, stats = scheduler.prefix_cache, scheduler.stats
+        return {
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_running": len(scheduler.running),
+            "num_requests_finished": stats.num_finished,
+            "num_steps": stats.num_steps,
+            "num_prompt_tokens": stats.num_prompt_tokens,
+            "num_generated_tokens": stats.num_generated_tokens,
+            "num_preemptions": stats.num_preemptions,
+            "prefix_cache_queried_tokens": cache.num_queried_tokens,
+            "prefix_cache_hit_tokens": cache.num_hit_tokens,
+            **stats.spec.as_metrics(),
+            "kv_cache_usage": pool.num_used / pool.num_usable,
+            "kv_cache_blocks": pool.num_usable,
+            "kv_cache_tokens": self.limits.kv_tokens,
+            "kv_cache_bytes": pool.num_blocks * self.executor.block_bytes,
+        }

@@ -1,0 +1,60 @@
+"""What an engine core asks of whatever runs its steps.
+
+Today one model runner in the same process does (`stoop.engine.uniproc`). One runner per rank fits
+the same protocol: every rank is given the same plans in the same order, and one of them answers.
+"""
+
+from typing import Protocol
+
+from stoop.core.step import StepPlan, StepResult
+
+
+class StepHandle(Protocol):
+    """A launched step. Results are read once, in the order of the launches."""
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the next step must wait until this result has been read."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the step and read what it found."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs the steps of one model."""
+
+    drafting: bool  # whether steps make drafts
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks, the null block included."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block over all layers."""
+        ...
+
+    @property
+    def draft_seconds(self) -> float:
+        """Host time that the last step spent on making drafts."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs use the processor, which distorts timings."""
+        ...
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start a step without waiting for it."""
+        ...
+
+    def end_step(self) -> None:
+        """A step's result has been taken in."""
+        ...
+
+    def forget_rows(self) -> None:
+        """Drop what an interrupted launch left behind. Plans start again from admissions."""
+        ...

@@ -1,0 +1,182 @@
+"""The front end: text in, token ids to the core; token ids back, text out.
+
+It checks and encodes prompts, makes text of the core's deltas, finds stop strings, and joins the
+`n` answers of a request.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from stoop.config.errors import RequestError
+from stoop.config.schema import Config
+from stoop.core.messages import Delta, EngineRequest
+from stoop.core.outputs import RequestOutput
+from stoop.core.request import PromptLimits
+from stoop.engine.inputs import InputProcessor, Prepared
+from stoop.engine.outputs import Answer, AnswerError, RequestGroup
+from stoop.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Frontend:
+    """The open requests of users, each a group of answers.
+
+    The groups are what mending goes by: after an exception, whatever belongs to no open group is
+    dropped, here and in the core.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer | None, seed: int, limits: PromptLimits
+    ) -> None:
+        self.tokenizer = tokenizer
+        is_limit = limits.max_model_len >= config.model.max_position
+        limits = replace(limits, at_model_limit=is_limit)
+        self.inputs = InputProcessor(config, tokenizer, seed, limits)
+        self.num_dropped_tokens = 0  # that the core generated after a stop string
+        self._num_drafts = config.schedule.num_drafts
+        self._groups: dict[str, RequestGroup] = {}
+        self._answers: dict[str, tuple[RequestGroup, Answer]] = {}  # by the core's request id
+        self._lost: dict[str, BaseException | None] = {}  # ids of groups that an error ended
+
+    # ---- requests ----
+
+    def make_group(
+        self, request_id: str, prepared: Prepared, priority: int = 0, *, final_only: bool = False
+    ) -> RequestGroup:
+        """A checked request with its seed, ready to be opened. Any thread may call this.
+
+        With `final_only` there is one output, when the request is finished.
+        """
+        token_ids = tuple(prepared.token_ids)
+        answers = [
+            Answer(
+                index,
+                EngineRequest(f"{request_id}/{index}", token_ids, rules, priority),
+                self.tokenizer,
+                self._num_drafts,
+            )
+            for index, rules in enumerate(self.inputs.rules(prepared))
+        ]
+        return RequestGroup(request_id, prepared.text, answers, final_only)
+
+    def check_id(self, request_id: str) -> None:
+        """Refuse the id of an open request."""
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use: choose another")
+
+    def open(self, groups: Sequence[RequestGroup]) -> list[EngineRequest]:
+        """Start to follow these; returns what the core has to generate."""
+        for group in groups:
+            self._groups[group.request_id] = group
+            for answer in group.answers:
+                self._answers[answer.request.request_id] = (group, answer)
+        return [answer.request for group in groups for answer in group.answers]
+
+    def drop(self, groups: Iterable[RequestGroup]) -> None:
+        """Forget groups that could not be opened. Mending removes their answers."""
+        for group in groups:
+            self._groups.pop(group.request_id, None)
+
+    def take_out(self, request_id: str) -> RequestGroup | None:
+        """Close a request, to be aborted; None if it is not open."""
+        group = self._groups.pop(request_id, None)  # first: from here on it is gone in any case
+        if group is not None:
+            self._close(group)
+        return group
+
+    def end(self, group: RequestGroup, deltas: Iterable[Delta]) -> RequestOutput:
+        """The output of a request that the core has aborted, from the core's last deltas."""
+        last = {delta.request_id: delta for delta in deltas}
+        for answer in group.answers:
+            delta = last.get(answer.request.request_id)
+            if delta is not None and not answer.finished:
+                answer.extend(delta)
+                answer.finish()
+        group.ended = time.perf_counter()
+        return group.output()
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether this request has not ended."""
+        return request_id in self._groups
+
+    def _close(self, group: RequestGroup) -> None:
+        self._groups.pop(group.request_id, None)
+        for answer in group.answers:
+            del self._answers[answer.request.request_id]
+
+    # ---- what the core generated ----
+
+    def take(self, deltas: Iterable[Delta]) -> tuple[list[RequestOutput], list[str]]:
+        """Add deltas to their answers.
+
+        Returns outputs of the requests that changed, and ids of core requests to abort, since
+        their text has ended. Deltas of answers that are no longer open are ignored.
+        """
+        changed: dict[RequestGroup, None] = {}
+        to_abort: list[str] = []
+        now = time.perf_counter()
+        for delta in deltas:
+            group, answer = self._answers.get(delta.request_id, (None, None))
+            if group is None or answer is None or answer.finished:
+                continue
+            self._add(group, answer, delta)
+            if answer.finished and delta.finish_reason is None:
+                to_abort.append(delta.request_id)
+            if delta.token_ids:
+                group.note_tokens(now)
+            changed[group] = None
+        outputs = []
+        for group in changed:
+            finished = group.finished
+            if finished:
+                group.ended = now
+                self._close(group)
+            if finished or not group.final_only:
+                outputs.append(group.output())
+        return outputs, to_abort
+
+    def _add(self, group: RequestGroup, answer: Answer, delta: Delta) -> None:
+        answer.extend(delta)
+        try:
+            group.take_prompt_scores(answer, delta)
+            answer.read(delta)
+        except AnswerError as error:
+            log.error("request %s: %s", group.request_id, error)
+            answer.end("error", str(error))
+        self.num_dropped_tokens += answer.num_dropped
+
+    # ---- after an exception ----
+
+    @property
+    def open_requests(self) -> list[str]:
+        """Ids of the core requests that have not ended."""
+        return [
+            answer.request.request_id
+            for group in self._groups.values()
+            for answer in group.answers
+            if not answer.finished
+        ]
+
+    def lose(self, request_ids: Iterable[str], error: BaseException | None) -> None:
+        """Give up the groups of these core requests, and forget what belongs to no open group.
+
+        May be interrupted and repeated.
+        """
+        for request_id in request_ids:
+            group, _ = self._answers.get(request_id, (None, None))
+            if group is not None and group.request_id in self._groups:
+                self._lost.setdefault(group.request_id, error)
+                del self._groups[group.request_id]
+        self._answers = {
+            answer.request.request_id: (group, answer)
+            for group in self._groups.values()
+            for answer in group.answers
+        }
+
+    def take_lost(self) -> dict[str, BaseException | None]:
+        """Requests that an error ended since the last call, with that error if it is known."""
+        lost, self._lost = self._lost, {}
+        return lost

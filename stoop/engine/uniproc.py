@@ -1,0 +1,51 @@
+"""An executor with one model runner, in the process of the engine core."""
+
+from stoop.checkpoint.report import Report
+from stoop.config.schema import Config
+from stoop.core.step import StepPlan
+from stoop.worker.output import LaunchedStep
+from stoop.worker.runner import ModelRunner
+from stoop.worker.spinning import share_cores
+
+
+class UniprocExecutor:
+    """The `Executor` of one process and one device."""
+
+    def __init__(self, config: Config, report: Report | None = None) -> None:
+        # Before the runner: loading uses all cores too.
+        self._spin_control = share_cores() if config.device.device == "cpu" else None
+        self.runner = ModelRunner(config, report)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.runner.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.runner.state_layout.block_bytes
+
+    @property
+    def drafting(self) -> bool:
+        return self.runner.drafting
+
+    @drafting.setter
+    def drafting(self, wanted: bool) -> None:
+        self.runner.drafting = wanted
+
+    @property
+    def draft_seconds(self) -> float:
+        return self.runner.draft_seconds
+
+    @property
+    def busy(self) -> bool:
+        return self._spin_control is not None and self._spin_control.busy
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return self.runner.launch(plan)
+
+    def end_step(self) -> None:
+        if self._spin_control is not None:
+            self._spin_control.note_step()
+
+    def forget_rows(self) -> None:
+        self.runner.forget_rows()
