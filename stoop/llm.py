@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stoop.checkpoint.report import Report
 from stoop.config.errors import MissingError, RequestError
 from stoop.config.resolve import make_options
-from stoop.config.schema import Config
+from stoop.config.schema import DEFAULT_MODEL, Config
 from stoop.config.values import is_whole, plain
 from stoop.config.vllm_names import CALL_ARGS, METHODS, check_foreign
 from stoop.core.outputs import RequestOutput
@@ -34,7 +34,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "smollm2-135m", *, report: Report | None = None, **options: Any
+        self, model: str = DEFAULT_MODEL, *, report: Report | None = None, **options: Any
     ) -> None:
         self.options = make_options(model, options)
         self.engine = build_engine(self.options, report)

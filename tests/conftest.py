@@ -10,6 +10,9 @@ import pytest
 import torch
 from fakes import CheckpointStore
 
+# Without the families no GGUF file can be converted.
+import stoop.models.registry  # noqa: F401
+
 # A shell starts jobs in the background with Ctrl-C ignored, and tests of interrupts would wait
 # forever. Processes that tests start begin with the default then.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
-from stoop.config.schema import ModelSpec
+from stoop.config.schema import AttentionSpec
 from stoop.graph.support import GraphSupport
 from stoop.ops.inputs import SlotTensors
 from stoop.ops.rope import HeadNorms, Rotation, rotate_and_store
@@ -29,12 +29,12 @@ class AttentionShape:
     window: int | None = None  # a token sees itself and window - 1 before it
 
     @staticmethod
-    def of(spec: ModelSpec, window: int | None) -> "AttentionShape":
+    def of(spec: AttentionSpec, window: int | None) -> "AttentionShape":
         scale = spec.head_dim**-0.5
         return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, scale, window)
 
 
-def attention_shapes(decoders: Sequence[ModelSpec]) -> tuple[AttentionShape, ...]:
+def attention_shapes(decoders: Sequence[AttentionSpec]) -> tuple[AttentionShape, ...]:
     """The distinct ones of all layers."""
     found = (AttentionShape.of(spec, w) for spec in decoders for w in spec.windows or (None,))
     return tuple(dict.fromkeys(found))

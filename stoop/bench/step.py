@@ -15,21 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from stoop.bench.offline import Load, random_prompts
 from stoop.bench.profile import DeviceTimes, Trace, device_times, read_trace, tracing
 from stoop.bench.shapes import open_shape
 from stoop.bench.spec import Start
 from stoop.config.errors import ConfigError, MemoryShortage
-from stoop.config.schema import ModelSpec
 from stoop.core.kv_layout import DTYPE_BYTES
 from stoop.core.request import Request, TokenRules
 from stoop.core.sampling_params import SamplingParams
 from stoop.engine.engine import Engine
 from stoop.llm import LLM
-from stoop.models.eagle import EagleHead
-from stoop.models.llama import LlamaModel
 from stoop.models.loader import DUMMY_STD
 from stoop.spec.eagle import EagleSpeculator
 
@@ -303,33 +299,13 @@ def step_bytes(llm: LLM, batch: int, live_length: float) -> StepBytes:
     kv = _kv_elements(config.model, live_length) * size
     head, num_passes = 0, config.schedule.num_drafts
     if isinstance(runner.speculator, EagleSpeculator):
-        decoder = runner.speculator.head.spec.decoder
-        head = _head_bytes(runner.speculator.head, num_passes)
-        kv += num_passes * _kv_elements(decoder, live_length) * size
-    return StepBytes(_target_bytes(runner.model), head, batch * kv)
+        spec: Any = runner.speculator.head.spec
+        head = runner.speculator.head.bytes_read(num_passes)
+        kv += num_passes * _kv_elements(spec.decoder, live_length) * size
+    return StepBytes(runner.model.bytes_read(), head, batch * kv)
 
 
-def _target_bytes(model: LlamaModel) -> int:
-    """A step looks up a few rows of the embedding; all of it is read as a tied LM head only."""
-    unread = 0 if model.lm_head.tied else _weight_bytes(model.embed_tokens)
-    return _weight_bytes(model) - unread
-
-
-def _head_bytes(head: EagleHead, num_passes: int) -> int:
-    """EAGLE-3 condenses the target's streams in the first pass only."""
-    once = sum(_weight_bytes(m) for m in (head.fc, head.input_norm, head.fc_norm) if m is not None)
-    passes = [head.first, head.rest, head.norm, head.lm_head or head.target.lm_head]
-    each = sum(_weight_bytes(module) for module in passes if module is not None)
-    if head.lm_head is None and head.target.lm_head.tied:
-        each += _weight_bytes(head.target.embed_tokens)
-    return (once if head.eagle3 else num_passes * once) + num_passes * each
-
-
-def _weight_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _kv_elements(spec: ModelSpec, live_length: float) -> float:
+def _kv_elements(spec: Any, live_length: float) -> float:
     """Of one request; a sliding window bounds what a layer reads."""
     windows = spec.windows or (None,) * spec.num_layers
     tokens = sum(live_length if w is None else min(live_length, w) for w in windows)

@@ -153,8 +153,8 @@ def run_checks(
     eager = LLM(folder, graph_mode="none", **uncaptured)
     device = eager.config.device
     expected = _eager_outcomes(eager, workloads) if device.dtype == "float64" else None
-    head_dim = eager.config.model.head_dim
-    backends = backends or attention_backends(device.device, device.dtype, head_dim)
+    spec: Any = eager.config.model
+    backends = backends or attention_backends(device.device, device.dtype, spec.head_dim)
     del eager
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoop.cli.options import (
-    DEFAULT_MODEL,
     Command,
     Model,
     check_engine,
@@ -19,6 +18,7 @@ from stoop.cli.options import (
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
+from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import MAX_DRAFTS, asks_for_auto, parse_speculation
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from stoop.cli.acceptance import print_acceptance
 from stoop.cli.lines import LineReader
 from stoop.cli.logs import logs_held
 from stoop.cli.options import (
-    DEFAULT_MODEL,
     Model,
     check_engine,
     sampling_flags,
@@ -19,6 +18,7 @@ from stoop.cli.options import (
 from stoop.cli.start import start_llm
 from stoop.cli.streams import as_text
 from stoop.config.errors import RequestError
+from stoop.config.schema import DEFAULT_MODEL
 from stoop.core.sampling_params import SamplingParams
 
 HELP = "Ctrl-C stops an answer; /reset starts over; /exit or Ctrl-D quits."

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import DEFAULT_MODEL, Model, check_engine, text_engine_flags
+from stoop.cli.options import Model, check_engine, text_engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
+from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import asks_for_auto, parse_speculation
 
 NO_DRAFTER = "compare needs a drafter: give one with -sc"

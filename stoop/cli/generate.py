@@ -12,7 +12,6 @@ from stoop.cli.acceptance import print_acceptance
 from stoop.cli.gain import measure, print_gain
 from stoop.cli.logs import logs_held
 from stoop.cli.options import (
-    DEFAULT_MODEL,
     Model,
     check_engine,
     sampling_flags,
@@ -22,6 +21,7 @@ from stoop.cli.prompts import read_prompts
 from stoop.cli.start import start_llm
 from stoop.cli.streams import json_line
 from stoop.config.errors import RequestError
+from stoop.config.schema import DEFAULT_MODEL
 from stoop.core.outputs import RequestOutput, SpecCounts
 from stoop.core.sampling_params import SamplingParams
 

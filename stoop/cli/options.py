@@ -18,7 +18,6 @@ from stoop.config.schema import EngineOptions
 from stoop.core.sampling_params import SamplingParams
 
 Command = Callable[..., None]
-DEFAULT_MODEL = "smollm2-135m"
 Model = Annotated[
     str, typer.Argument(help="smollm2-135m, a folder, a GGUF file or a Hugging Face model id")
 ]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from stoop.cli.progress import StageProgress
+from stoop.config.schema import DEFAULT_MODEL
 
 
 def pull(
@@ -15,7 +16,7 @@ def pull(
         typer.Argument(
             help="smollm2-135m (93 MB to download, 540 MB on disk), or a hub id such as org/name"
         ),
-    ] = "smollm2-135m",
+    ] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model, so that later starts need no network.
 
@@ -23,6 +24,8 @@ def pull(
 
     Models of the hub go into the hub's cache (HF_HOME). 'stoop models' lists both.
     """
+    # Without the families no GGUF file can be converted.
+    import stoop.models.registry  # noqa: F401
     from stoop.checkpoint.fetch import pull as fetch
 
     # Python does not clean up when one of these ends it, which would leave half a download.

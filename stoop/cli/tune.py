@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import DEFAULT_MODEL, Model, engine_flags
+from stoop.cli.options import Model, engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
+from stoop.config.schema import DEFAULT_MODEL
 
 FIXED = ("graph_mode", "capture_sizes", "sanitize", "run_ahead", "tokenizer", "skip_tokenizer_init")
 

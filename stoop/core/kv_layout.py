@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stoop.config.schema import ModelSpec
+from stoop.config.schema import AttentionSpec
 
 NULL_BLOCK = 0  # padded rows point at it; it is never handed out and never written
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,7 +21,7 @@ class KVLayout:
     layers: tuple[tuple[int, int], ...]  # KV heads and head size of each
 
     @staticmethod
-    def of(models: Sequence[ModelSpec], block_size: int, dtype: str) -> "KVLayout":
+    def of(models: Sequence[AttentionSpec], block_size: int, dtype: str) -> "KVLayout":
         layers = [(m.num_kv_heads, m.head_dim) for m in models for _ in range(m.num_layers)]
         return KVLayout(block_size, dtype, tuple(layers))
 

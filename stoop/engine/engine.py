@@ -30,7 +30,7 @@ from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.drafter import Drafter, find_drafter
 from stoop.engine.inputs import InputProcessor, Prepared, Prompt, check_priority
 from stoop.engine.outputs import Answer, AnswerError, RequestGroup
-from stoop.models.hf_config import read_model_spec
+from stoop.models.registry import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
 from stoop.worker.device import exempt_from_collection, find_device

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from stoop.attention.base import AttentionShape, ForwardContext
-from stoop.config.schema import ModelSpec
+from stoop.config.schema import AttentionSpec
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import WeightSlot, prefixed
@@ -16,7 +16,7 @@ class Attention(nn.Module):
     """`layer` numbers its KV cache; `in_size` is that of the input where it is not the model's."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, *, window: int | None, in_size: int | None = None
+        self, spec: AttentionSpec, layer: int, *, window: int | None, in_size: int | None = None
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -53,7 +53,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         out = ctx.attend(self.layer, shape, qkv, rotation, norms)
-        return self.o_proj.onto(out.reshape(-1, self.q_size), stream, keep=keep, idle=True)
+        return self.o_proj.onto(
+            out.reshape(-1, self.q_size), stream, keep=keep, prefetch_weight=True
+        )
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots()

@@ -1,13 +1,16 @@
 """Root-mean-square normalisation."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stoop.ops.kernels.choice import uses_kernels
+
+if TYPE_CHECKING:
+    from stoop.ops.weight import Weight
 
 
 def kernels() -> Any:
@@ -47,7 +50,7 @@ def join_norms(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -
 
 def join_embedded(
     token_ids: Tensor,
-    table: Tensor,
+    table: "Weight",
     table_norm: Tensor,
     features: Tensor,
     feature_norm: Tensor,
@@ -57,9 +60,10 @@ def join_embedded(
 
     token_ids: [tokens], table: [vocab_size, n], features: [tokens, n]; returns [tokens, 2n]
     """
-    if uses_kernels(features):
-        return kernels().join_embedded(token_ids, table, table_norm, features, feature_norm, eps)
-    embedded = F.embedding(token_ids, table)
+    if uses_kernels(features) and table.is_plain(features.dtype):
+        norms = (table_norm, features, feature_norm)
+        return kernels().join_embedded(token_ids, table.data, *norms, eps)
+    embedded = table.scheme.embed(token_ids, table, features.dtype)
     return join_norms((embedded, features), (table_norm, feature_norm), eps)
 
 

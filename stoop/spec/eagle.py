@@ -27,7 +27,7 @@ from stoop.graph.manager import (
 )
 from stoop.graph.sanitizer import Buffer, Lifetime
 from stoop.graph.support import GraphSupport
-from stoop.models.eagle import EagleHead
+from stoop.models.base import DraftModel
 from stoop.ops import drafting as ops
 from stoop.ops.inputs import RowTensors, StepTensors
 from stoop.ops.random import Purpose
@@ -43,7 +43,7 @@ LARGE = 1e30  # stands for infinite draft logits of a head that overflowed
 
 
 class EagleSpeculator:
-    def __init__(self, setup: DraftSetup, head: EagleHead) -> None:
+    def __init__(self, setup: DraftSetup, head: DraftModel) -> None:
         spec, schedule = setup.config.spec, setup.config.schedule
         assert spec is not None and spec.head is not None
         self.setup = setup
@@ -52,7 +52,7 @@ class EagleSpeculator:
         self.coupled = spec.draft_sample_method == "coupled"
         self.max_reqs = schedule.max_num_seqs
         self.max_model_len = schedule.max_model_len
-        self.position_limit = min(self.max_model_len, spec.head.decoder.max_position)
+        self.position_limit = min(self.max_model_len, spec.head.max_position)
         self.watch: GraphWatch | None = None
         self._make_buffers(schedule.max_num_batched_tokens)
         self.advances = setup.draft_backend.advance is not None
@@ -71,7 +71,7 @@ class EagleSpeculator:
             last_token_indices=zeros(self.max_reqs),
             room=zeros(self.max_reqs),
         )
-        size = self.head.spec.decoder.hidden_size
+        size = self.head.spec.hidden_size
         self.features = torch.zeros(
             self.max_reqs, size, dtype=self.setup.hidden.dtype, device=device
         )

@@ -4,14 +4,15 @@ import contextlib
 import gc
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from stoop.config.errors import ConfigError, MemoryShortage
-from stoop.config.schema import Config, HeadSpec
+from stoop.config.schema import Config
 from stoop.core.kv_layout import DTYPE_BYTES, NULL_BLOCK, KVLayout
+from stoop.models.head_loader import head_bytes
+from stoop.models.loader import model_bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,11 @@ def check_room(config: Config, layout: KVLayout) -> None:
     gc.collect()  # an engine that was dropped may still hold its memory
     room = _obtainable_bytes(config)
     here = f"the {room / GIB:.1f} GiB that are free on {config.device.device}"
-    in_dtype = f"the weights take {weights / GIB:.1f} GiB in {config.device.dtype}"
+    stored = config.device.weight_dtype
+    in_dtype = f"the weights take {weights / GIB:.1f} GiB in {stored}"
     if weights > room:
-        narrower = "" if DTYPE_BYTES[config.device.dtype] <= 2 else ", or dtype=bfloat16"
+        setting = "dtype" if stored == config.device.dtype else "weight_dtype"
+        narrower = "" if DTYPE_BYTES[stored] <= 2 else f", or {setting}=bfloat16"
         raise MemoryShortage(f"{in_dtype}, more than {here}", f"use a smaller model{narrower}")
     if weights + kv > room:
         given = config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None
@@ -45,17 +48,10 @@ def check_room(config: Config, layout: KVLayout) -> None:
 
 
 def weight_bytes(config: Config) -> int:
-    """Of the matrices of a model and of its head."""
-    size = DTYPE_BYTES[config.device.dtype]
-    return size * (config.model.num_params + (_head_params(config.head) if config.head else 0))
-
-
-def _head_params(head: HeadSpec) -> int:
-    decoder = head.decoder
-    layers = replace(decoder, vocab_size=0).num_params
-    own_lm_head = decoder.vocab_size * decoder.hidden_size if head.own_lm_head else 0
-    own_embedding = head.target_vocab_size * decoder.hidden_size if head.own_embedding else 0
-    return layers + own_lm_head + own_embedding
+    """Of a model and of its head."""
+    types = config.device.dtype, config.device.weight_dtype
+    head = head_bytes(config.head, *types) if config.head else 0
+    return model_bytes(config.model, *types) + head
 
 
 def _least_kv_bytes(config: Config, layout: KVLayout) -> int:

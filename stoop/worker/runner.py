@@ -25,7 +25,7 @@ from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.batch.staging import StagedWrites
 from stoop.checkpoint.report import Report
-from stoop.config.schema import Config, ModelSpec
+from stoop.config.schema import AttentionSpec, Config
 from stoop.core.kv_layout import KVLayout
 from stoop.core.step import PlannedRow, StepPlan, StepResult
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode, SamplingKind
@@ -82,7 +82,8 @@ class ModelRunner:
         prepare_device(config.device.device, config.device.dtype)
         if self.device.type == "cuda":
             follow_measured_products(self.device)
-        decoders = [config.model] + ([config.head.decoder] if config.head else [])
+        specs: list[Any] = [config.model, config.head]
+        decoders = [specs[0]] + ([specs[1].decoder] if config.head else [])
         self.kv_layout = KVLayout.of(decoders, self.block_size, config.device.dtype)
         check_room(config, self.kv_layout)
         self.model = load_model(config, report)
@@ -124,7 +125,9 @@ class ModelRunner:
             shape = (max_tokens, len(self.tap_layers), size)
             self.taps = torch.zeros(shape, dtype=dtype, device=device)
 
-    def _make_attention_setup(self, config: Config, decoders: list[ModelSpec]) -> AttentionSetup:
+    def _make_attention_setup(
+        self, config: Config, decoders: list[AttentionSpec]
+    ) -> AttentionSetup:
         schedule = config.schedule
         return AttentionSetup(
             device=self.device,

@@ -15,7 +15,7 @@ from fakes import (
 
 from parity.conftest import MakeEngine, ReferenceStore
 from parity.reference import TIE_GAPS, HuggingFace, make_prompt, mismatches, run_greedy
-from stoop.models.hf_config import read_model_spec
+from stoop.models.registry import read_model_spec
 
 PROMPTS = [make_prompt(length) for length in (1, 33, 150)]
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stoop import LLM, SamplingParams
+from stoop.bench import toy
 from stoop.core.outputs import RequestOutput
 from stoop.core.step import StepPlan
-from stoop.models import toy
 from stoop.worker.output import LaunchedStep
 
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")

@@ -11,10 +11,10 @@ from torch import Tensor
 from spec.drafters import GREEDY, SEEDED, DrafterStore, Trace, make_llm, prompts, run, watch_drafts
 from spec.reference_drafter import ReferenceDrafter, TargetReference
 from stoop import LLM
+from stoop.bench import toy
 from stoop.checkpoint.weights import WeightReader
 from stoop.graph.descriptor import RunMode
-from stoop.models import toy
-from stoop.models.head_config import stored_names
+from stoop.models.head_source import stored_names
 from stoop.spec.eagle import EagleSpeculator
 
 HEADS = ("eagle-random", "eagle3-random", "eagle3-variant", "eagle-noisy", "eagle3-noisy")

@@ -9,7 +9,7 @@ import pytest
 
 from spec.drafters import GREEDY, DrafterStore, Trace, make_llm, pairwise, run
 from stoop import LLM
-from stoop.models import toy
+from stoop.bench import toy
 from stoop.scheduler.block_pool import NULL_BLOCK
 
 DRAFTERS = ("eagle-noisy", "eagle3-some", "eagle3-variant", "ngram-right")

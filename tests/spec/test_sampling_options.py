@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spec import small_models
 from stoop import LLM, SamplingParams
+from stoop.bench import toy
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput
 from stoop.graph.descriptor import RunMode
-from stoop.models import toy
 from stoop.sampling.sampler import Positions, Sampler
 
 VOCAB = toy.SIZE

@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stoop.config.schema import CacheConfig, ModelSpec, RopeSpec, ScheduleConfig
+from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.request import Request, TokenRules
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import RowResult, StepPlan, StepResult
+from stoop.layers.rope import RopeSpec
+from stoop.models.decoder import DecoderSpec
 from stoop.scheduler.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
@@ -87,9 +89,9 @@ def rows_of(plan: StepPlan) -> dict[str, tuple[int, int]]:
 # ---- a tiny model and the engine around it ----
 
 
-def tiny_spec() -> ModelSpec:
+def tiny_spec() -> DecoderSpec:
     """A model that exists as numbers only."""
-    return ModelSpec(
+    return DecoderSpec(
         architecture="llama",
         vocab_size=32,
         hidden_size=8,

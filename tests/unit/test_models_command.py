@@ -16,6 +16,7 @@ from test_checkpoint_fetch import write_tiny_gguf
 from test_checkpoint_hub import put_into_cache
 from typer.testing import CliRunner, Result
 
+import stoop.models.registry  # noqa: F401: families bring the layouts of their GGUF files
 from stoop.checkpoint import cache, inventory
 from stoop.checkpoint.fetch import resolve_model
 from stoop.cli.main import app

@@ -11,7 +11,7 @@ from helpers import tiny_spec
 
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
-from stoop.config.schema import HeadSpec, SpecConfig
+from stoop.config.schema import SpecConfig
 from stoop.config.speculation import (
     MAX_DRAFTS,
     METHODS,
@@ -19,14 +19,15 @@ from stoop.config.speculation import (
     parse_speculation,
     settle_speculation,
 )
+from stoop.models.eagle import EagleSpec
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 HEAD = {"model": "folder", "num_speculative_tokens": 3}
 SYNTHETIC = {**HEAD, "rejection_sample_method": "synthetic"}
 
 
-def head_spec(method: Any = "eagle3") -> HeadSpec:
-    return HeadSpec(method, tiny_spec(), target_hidden_size=8, target_vocab_size=32)
+def head_spec(method: Any = "eagle3") -> EagleSpec:
+    return EagleSpec(method, tiny_spec(), target_hidden_size=8, target_vocab_size=32)
 
 
 def settle(given: Any, proposed: int | None = None) -> SpecConfig:
