@@ -69,13 +69,15 @@ class MatrixLayer(nn.Module):
             parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
             self.register_parameter(name, parameter)
 
-    def store_as(self, dtype: torch.dtype) -> None:
-        """Keep the matrix in another dtype than that of computation; before it is filled."""
+    def store_as(self, dtype: torch.dtype, scheme: Scheme = DENSE) -> None:
+        """Keep the matrix in another dtype than that of computation, or in another scheme; before
+        it is filled."""
         parameter = self._parameters[self._name]
-        if parameter is not None and parameter.dtype != dtype:
-            self.compute_dtype = parameter.dtype
-            with parameter.device:
-                self._hold(DENSE.empty(*self._size, dtype))
+        if parameter is None or (parameter.dtype == dtype and scheme is self.scheme):
+            return
+        self.compute_dtype = parameter.dtype
+        with parameter.device:
+            self._hold(scheme.empty(*self._size, dtype))
 
     @property
     def matrix(self) -> Weight:

@@ -40,6 +40,17 @@ def test_weights_are_counted_as_they_are_loaded(dtype: str) -> None:
     assert weight_bytes(settled) == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def test_the_dtype_of_weights_counts(free: Any) -> None:
+    settled, layout = config(dtype="float64", weight_dtype="float32")
+    model = build_model(settled)
+    assert {p.dtype for p in model.parameters() if p.dim() > 1} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if p.dim() == 1} == {torch.float64}
+    assert weight_bytes(settled) == sum(p.nbytes for p in model.parameters())
+    free(weight_bytes(settled) - 1)
+    with pytest.raises(MemoryShortage, match=r"GiB in float32, .* or weight_dtype=bfloat16"):
+        check_room(settled, layout)
+
+
 def test_what_fits_is_let_through_to_the_byte(free: Any) -> None:
     settled, layout = config(num_kv_blocks=9, dtype="float32")
     needed = weight_bytes(settled) + 9 * layout.block_bytes
