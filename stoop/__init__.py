@@ -19,6 +19,7 @@ from stoop.version import __version__
 
 if TYPE_CHECKING:
     from stoop.llm import LLM
+    from stoop.models.registry import register_model
 
 __all__ = [
     "LLM",
@@ -37,6 +38,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "register_model",
 ]
 
 
@@ -45,9 +47,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` brings torch, so it is imported when first asked for."""
+    """These bring torch, so they are imported when first asked for."""
     if name == "LLM":
         from stoop.llm import LLM
 
         return LLM
+    if name == "register_model":
+        from stoop.models.registry import register_model
+
+        return register_model
     raise AttributeError(f"module 'stoop' has no attribute {name!r}")

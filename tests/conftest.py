@@ -11,6 +11,8 @@ import torch
 
 pytest.register_assert_rewrite("support")  # asserts there explain themselves as those of tests do
 
+# Without the families no GGUF file can be converted.
+import stoop.models.registry  # noqa: E402, F401
 from support.checkpoints import CheckpointStore  # noqa: E402
 from support.drafters import DrafterStore  # noqa: E402
 

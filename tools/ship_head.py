@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+# Without the families no GGUF file can be converted.
+import stoop.models.registry  # noqa: F401
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.shipped import write_fingerprint
 

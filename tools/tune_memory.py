@@ -16,8 +16,8 @@ from torch import Tensor
 from stoop.attention.base import PagedContext
 from stoop.attention.triton import TritonBackend, TritonMetadata
 from stoop.bench.shapes import target_config, write_config
-from stoop.models.hf_config import read_model_spec
-from stoop.models.llama import LlamaModel
+from stoop.models.decoder import DecoderModel
+from stoop.models.registry import read_model_spec
 from stoop.ops.kernels import attention
 from stoop.ops.kernels.launch import ask_division
 from stoop.ops.kernels.linear_tuning import time_graph
@@ -41,13 +41,13 @@ def ask_all(percent: int) -> None:
         ask_division(function, percent)
 
 
-def build(shape: str, max_len: int) -> LlamaModel:
+def build(shape: str, max_len: int) -> DecoderModel:
     with tempfile.TemporaryDirectory() as folder:
         config = target_config(shape, max_len) | {"num_hidden_layers": LAYERS[shape]}
         spec = read_model_spec(write_config(Path(folder, shape), config))
     torch.set_default_dtype(torch.bfloat16)
     with DEVICE:
-        model = LlamaModel(spec)
+        model = DecoderModel(spec)
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
         parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(std=0.02)
@@ -58,7 +58,7 @@ def build(shape: str, max_len: int) -> LlamaModel:
 class Step:
     """A pass of some requests behind a context, each with blocks of its own in random order."""
 
-    def __init__(self, model: LlamaModel, batch: int, query_len: int, context: int) -> None:
+    def __init__(self, model: DecoderModel, batch: int, query_len: int, context: int) -> None:
         self.model, spec = model, model.spec
         num_blocks = -(-(context + query_len) // BLOCK_SIZE)
         table = torch.randperm(batch * num_blocks).view(batch, -1)

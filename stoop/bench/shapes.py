@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 
 from stoop.checkpoint.fetch import resolve_model
 from stoop.config.errors import ConfigError
+from stoop.config.schema import DeviceConfig
 from stoop.config.speculation import MAX_DRAFTS
-from stoop.models.eagle import EagleHead
 from stoop.models.head_config import read_head_spec
-from stoop.models.hf_config import read_model_spec
-from stoop.models.loader import build, fill_dummy
+from stoop.models.head_loader import build_head
+from stoop.models.loader import fill_dummy
+from stoop.models.registry import read_model_spec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -140,7 +141,7 @@ def _write_head(folder: Path, target: Path, with_weights: bool) -> Path:
 
 def _write_random_weights(folder: Path, target: Path) -> None:
     spec = read_head_spec(folder, read_model_spec(target), "eagle3", dummy=True)
-    head = build(lambda: EagleHead(spec), "cpu", torch.bfloat16)
+    head = build_head(spec, DeviceConfig.of("cpu", "bfloat16"))
     fill_dummy(head, torch.device("cpu"), seed=0)
     tensors = {slot.name: slot.view.clone() for slot in head.weight_slots()}
     save_file(tensors, folder / "model.safetensors")

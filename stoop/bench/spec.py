@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stoop.bench import toy
 from stoop.bench.offline import Load, run
 from stoop.llm import LLM
-from stoop.models import toy
 
 Start = Callable[[str, dict[str, Any]], LLM]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from stoop.bench.offline import Load, random_prompts
 from stoop.bench.profile import DeviceTimes, Trace, device_times, read_trace, tracing
@@ -27,8 +26,6 @@ from stoop.core.sampling_params import SamplingParams
 from stoop.engine.engine import Engine
 from stoop.layers.stateful import stateful_layers
 from stoop.llm import LLM
-from stoop.models.eagle import EagleHead
-from stoop.models.llama import LlamaModel
 from stoop.models.loader import DUMMY_STD
 from stoop.spec.eagle import EagleSpeculator
 
@@ -302,29 +299,9 @@ def step_bytes(llm: LLM, batch: int, live_length: float) -> StepBytes:
     kv = layout.context_bytes(live_length, layout.states[:own])
     head, num_passes = 0, llm.config.schedule.num_drafts
     if isinstance(runner.speculator, EagleSpeculator):
-        head = _head_bytes(runner.speculator.head, num_passes)
+        head = runner.speculator.head.bytes_read(num_passes)
         kv += num_passes * layout.context_bytes(live_length, layout.states[own:])
-    return StepBytes(_target_bytes(runner.model), head, batch * kv)
-
-
-def _target_bytes(model: LlamaModel) -> int:
-    """A step looks up a few rows of the embedding; all of it is read as a tied LM head only."""
-    unread = 0 if model.lm_head.tied else _weight_bytes(model.embed_tokens)
-    return _weight_bytes(model) - unread
-
-
-def _head_bytes(head: EagleHead, num_passes: int) -> int:
-    """EAGLE-3 condenses the target's streams in the first pass only."""
-    once = sum(_weight_bytes(m) for m in (head.fc, head.input_norm, head.fc_norm) if m is not None)
-    passes = [head.first, head.rest, head.norm, head.lm_head or head.target.lm_head]
-    each = sum(_weight_bytes(module) for module in passes if module is not None)
-    if head.lm_head is None and head.target.lm_head.tied:
-        each += _weight_bytes(head.target.embed_tokens)
-    return (once if head.eagle3 else num_passes * once) + num_passes * each
-
-
-def _weight_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return StepBytes(runner.model.bytes_read(), head, batch * kv)
 
 
 def read_bandwidth(device: str) -> float:

@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from stoop.checkpoint.gguf_config import ModelFields, build_config, build_generation_config
+from stoop.checkpoint.gguf_config import build_generation_config, token_ids
 from stoop.checkpoint.gguf_file import MAX_SHOWN, GGUFFile, GGUFTensor
+from stoop.checkpoint.gguf_layout import GGUFContents, GGUFLayout, ModelFields, find_layout
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from stoop.checkpoint.report import Report, quiet
 from stoop.config.errors import CheckpointError
@@ -34,29 +35,7 @@ SLICE_ELEMENTS = 4 << 20
 
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096  # one for two dimensions of a head
-OUTER_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-LAYER_PARTS_NEEDED = (
-    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output",
-    "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
-)  # fmt: skip
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -97,9 +76,11 @@ def converted_bytes(source: Path) -> int:
 
 def _describe_model(file: GGUFFile, plan: Sequence[PlannedTensor]) -> dict[str, str]:
     """The text files of the folder, by name."""
-    metadata = file.metadata
+    metadata, fields = file.metadata, ModelFields(file.metadata)
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
-    config = build_config(metadata, shapes, _main_type(plan), _rope_factors(file))
+    contents = GGUFContents(fields, shapes, _rope_factors(file))
+    config = find_layout(fields).config(contents) | {"torch_dtype": _main_type(plan)}
+    config |= token_ids(metadata)
     return {
         "config.json": _json_text(config),
         "generation_config.json": _json_text(build_generation_config(metadata)),
@@ -122,38 +103,45 @@ def _sound_metadata(source: Path) -> Iterator[None]:
 
 def _plan_tensors(file: GGUFFile) -> list[PlannedTensor]:
     fields = ModelFields(file.metadata)
+    layout = find_layout(fields)
     quantized_type = _quantized_type(file.tensors)
     plan = [
         PlannedTensor(
-            name=_new_name(tensor.name),
+            name=_new_name(tensor.name, layout),
             source=tensor,
             type_name=_kept_type(tensor) or quantized_type,
-            num_rotated_heads=_num_rotated_heads(tensor.name, fields),
+            num_rotated_heads=layout.num_rotated_heads(_part(tensor.name), fields),
         )
         for tensor in file.tensors
         if tensor.name != ROPE_FACTORS
     ]
-    _check_complete(file, fields.number("block_count"))
+    _check_complete(file, layout, fields.number("block_count"))
     # Wider elements first, so that every tensor of the file is aligned.
     return sorted(plan, key=lambda tensor: -ELEMENT_BYTES[tensor.type_name])
 
 
-def _new_name(name: str) -> str:
-    if name in OUTER_NAMES:
-        return OUTER_NAMES[name]
+def _new_name(name: str, layout: GGUFLayout) -> str:
+    if name in layout.outer_names:
+        return layout.outer_names[name]
     match = LAYER_PATTERN.fullmatch(name)
-    if match and match[2] in LAYER_NAMES:
-        return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+    if match and match[2] in layout.layer_names:
+        return f"{layout.layer_prefix}{match[1]}.{layout.layer_names[match[2]]}.{match[3]}"
     raise CheckpointError(
         f"this GGUF file has a tensor {name[:MAX_SHOWN]!r} that no known model of its "
         "architecture has: use another file of this model"
     )
 
 
-def _check_complete(file: GGUFFile, num_layers: int) -> None:
+def _part(name: str) -> str:
+    """Of a layer; of other tensors nothing."""
+    match = LAYER_PATTERN.fullmatch(name)
+    return match[2] if match else ""
+
+
+def _check_complete(file: GGUFFile, layout: GGUFLayout, num_layers: int) -> None:
     present = {tensor.name for tensor in file.tensors}
     # Stops at the first that is missing: the number of layers is only a claim of the file.
-    missing = next((name for name in _needed(num_layers) if name not in present), None)
+    missing = next((name for name in _needed(layout, num_layers) if name not in present), None)
     if missing is not None:
         raise CheckpointError(
             f"{file.path} lacks the tensor {missing!r}: if the model is split over several "
@@ -161,11 +149,12 @@ def _check_complete(file: GGUFFile, num_layers: int) -> None:
         )
 
 
-def _needed(num_layers: int) -> Iterator[str]:
-    yield from ("token_embd.weight", "output_norm.weight")
+def _needed(layout: GGUFLayout, num_layers: int) -> Iterator[str]:
+    yield from (name for name in layout.needed if name in layout.outer_names)
     for layer in range(num_layers):
-        for part in LAYER_PARTS_NEEDED:
-            yield f"blk.{layer}.{part}.weight"
+        for part in layout.needed:
+            if part in layout.layer_names:
+                yield f"blk.{layer}.{part}.weight"
 
 
 def _kept_type(tensor: GGUFTensor) -> str | None:
@@ -185,16 +174,6 @@ def _quantized_type(tensors: Sequence[GGUFTensor]) -> str:
         float32_bytes / (1 << 30),
     )
     return "BF16"
-
-
-def _num_rotated_heads(name: str, fields: ModelFields) -> int:
-    if fields.architecture != "llama":
-        return 0
-    match = LAYER_PATTERN.fullmatch(name)
-    part = match[2] if match else ""
-    if part == "attn_q" or (part == "attn_k" and fields.get("attention.head_count_kv") is None):
-        return fields.number("attention.head_count")
-    return fields.number("attention.head_count_kv") if part == "attn_k" else 0
 
 
 def _main_type(plan: Sequence[PlannedTensor]) -> str:

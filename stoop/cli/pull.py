@@ -24,6 +24,8 @@ def pull(
 
     Models of the hub go into the hub's cache (HF_HOME). 'stoop models' lists both.
     """
+    # Without the families no GGUF file can be converted.
+    import stoop.models.registry  # noqa: F401
     from stoop.checkpoint.fetch import pull as fetch
 
     # Python does not clean up when one of these ends it, which would leave half a download.

@@ -17,11 +17,13 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
     with StageProgress() as report:
         report("starting", 0, None)
         from stoop.llm import LLM
+        from stoop.models.loader import count_parameters
 
         llm = LLM(model, report=report, **engine)
     config, numbers = llm.config, llm.metrics()
+    millions = count_parameters(config.model) / 1e6
     print(
-        f"{model}: {config.model.num_params / 1e6:.0f}M parameters, {config.device.dtype} on "
+        f"{model}: {millions:.0f}M parameters, {config.device.dtype} on "
         f"{config.device.device}, KV cache of {numbers['kv_cache_tokens']:,} tokens "
         f"({numbers['kv_cache_bytes'] / 2**20:,.0f} MiB), ready in {report.seconds:.1f} s",
         file=sys.stderr,
@@ -50,7 +52,7 @@ def _details(spec: "SpecConfig") -> str:
     """For those who want to know how drafts are picked, and what a head reads of the target."""
     parts = [f"draft_sample_method {spec.draft_sample_method}"]
     if spec.head is not None:
-        parts.append(f"a vocabulary of {spec.head.decoder.vocab_size:,} tokens")
+        parts.append(f"a vocabulary of {spec.head.vocab_size:,} tokens")
     if spec.head is not None and spec.head.taps:
         parts.append(f"taps {', '.join(map(str, spec.head.taps))}")
     return ", ".join(parts)

@@ -4,7 +4,7 @@ import re
 
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import resolve
-from stoop.config.schema import EngineOptions, ModelSpec, RopeSpec
+from stoop.config.schema import EngineOptions, ModelSpec
 from stoop.config.speculation import parse_speculation
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -36,13 +36,7 @@ def _permissive_model(options: EngineOptions) -> ModelSpec:
         architecture="",
         vocab_size=1,
         hidden_size=1,
-        intermediate_size=1,
         num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=1,
-        rms_norm_eps=1.0,
         max_position=1 if options.max_model_len is None else options.max_model_len,
-        rope=RopeSpec(theta=1.0),
         dtype="float32",
     )

@@ -23,18 +23,20 @@ NONE_IS_DEFAULT = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
     "attention_backend",
+    "kv_cache_dtype",
 )
+_DTYPE_WORDS: dict[Any, str] = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+    "double": "float64",
+    "fp64": "float64",
+}
 # Other words for a value.
 SYNONYMS: dict[str, dict[Any, str]] = {
-    "dtype": {
-        "half": "float16",
-        "fp16": "float16",
-        "bf16": "bfloat16",
-        "float": "float32",
-        "fp32": "float32",
-        "double": "float64",
-        "fp64": "float64",
-    },
+    **dict.fromkeys(("dtype", "weight_dtype", "kv_cache_dtype"), _DTYPE_WORDS),
     "load_format": {"safetensors": "auto", "hf": "auto", "gguf": "auto"},
     "attention_backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
 }

@@ -43,7 +43,8 @@ def make_options(model: Any, options: Mapping[str, Any]) -> EngineOptions:
 def _check_alone(options: EngineOptions) -> None:
     """Each option by itself, but for numbers."""
     _choice("load_format", options.load_format, ("auto", "dummy"))
-    _choice("dtype", options.dtype, ("auto", *DTYPES))
+    for name in ("dtype", "weight_dtype", "kv_cache_dtype"):
+        _check_dtype(name, getattr(options, name))
     _choice("attention_backend", options.attention_backend, (AUTO, *backend_names()))
     _choice("graph_mode", options.graph_mode, ("auto", *GRAPH_MODES))
     for name in (
@@ -69,6 +70,16 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name}={shown(value)}: use {', '.join(choices[:-1])} or {choices[-1]}")
 
 
+def _check_dtype(name: str, value: object) -> None:
+    if isinstance(value, str) and value.startswith("fp8"):
+        what = "the KV cache" if name == "kv_cache_dtype" else "weights"
+        raise ConfigError(
+            f"{name}={shown(value)} is not supported: stoop has no {what} in 8 bits yet; use auto, "
+            "the dtype of the model, or bfloat16"
+        )
+    _choice(name, value, ("auto", *DTYPES))
+
+
 def _path(name: str, value: Any) -> str:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or "\0" in text:
@@ -85,20 +96,30 @@ def resolve(
 ) -> Config:
     """`device` is the concrete one that the worker found for `options.device`."""
     _check_alone(options)
-    dtype = model.dtype if options.dtype == "auto" else options.dtype
-    backend = choose_backend(options.attention_backend, device, dtype)
+    types = _device(options, model, device)
+    backend = choose_backend(options.attention_backend, device, types.dtype)
     schedule = _schedule(options, model, device, spec)
     schedule = dataclasses.replace(schedule, run_ahead=_run_ahead(options, device, backend))
     return Config(
         model=model,
         load=LoadConfig(folder, options.load_format == "dummy", options.seed),
-        device=DeviceConfig(device, dtype),
+        device=types,
         cache=_cache(options),
         schedule=schedule,
         attention_backend=backend.name,
         graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
         spec=spec,
     )
+
+
+def _device(options: EngineOptions, model: ModelSpec, device: str) -> DeviceConfig:
+    """Weights and KV cache have the dtype of computation unless told otherwise."""
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
+    weight_dtype, kv_dtype = (
+        dtype if asked == "auto" else asked
+        for asked in (options.weight_dtype, options.kv_cache_dtype)
+    )
+    return DeviceConfig(device, dtype, weight_dtype, kv_dtype)
 
 
 def _cache(options: EngineOptions) -> CacheConfig:

@@ -2,63 +2,58 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 DEFAULT_MODEL = "smollm2-135m"  # it ships with stoop
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
 
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """How positions turn into rotations; `kind` says which of the other fields count."""
-
-    theta: float
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0  # yarn: scales cos and sin
-    truncate: bool = True
-    factors: tuple[float, ...] = ()  # explicit divisors of the inverse frequencies
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder of the Llama family, with every convention spelled out."""
+    """What the engine and the scheduler need to know of a model. A family's own spec extends it."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
     max_position: int
-    rope: RopeSpec
     dtype: str  # of the checkpoint
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # [num_layers] sliding window, None for full attention
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+
+class AttentionSpec(Protocol):
+    """What attention layers and their KV cache read of a family's spec."""
+
     @property
-    def num_params(self) -> int:
-        """Parameters of the matrices; norms and biases are too few to count."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp) + embeddings
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def qkv_bias(self) -> bool: ...
+
+    @property
+    def o_bias(self) -> bool: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
 
 
 DraftMethod = Literal["eagle", "eagle3"]
@@ -67,29 +62,29 @@ DraftMethod = Literal["eagle", "eagle3"]
 DraftSampleMethod = Literal["greedy", "coupled", "probabilistic"]
 
 
-@dataclass(frozen=True)
-class HeadSpec:
-    """An EAGLE draft head, with every convention spelled out.
+class HeadSpec(Protocol):
+    """What the engine needs to know of a draft head. The head's own spec has more."""
 
-    Slot i of a head takes the target's feature of position i and the embedding of token i + 1, and
-    predicts token i + 2.
-    """
+    @property
+    def method(self) -> DraftMethod: ...
 
-    method: DraftMethod
-    decoder: ModelSpec  # of its layers; vocab_size is that of its drafts
-    target_hidden_size: int
-    target_vocab_size: int
-    # The target's residual stream as it enters these layers (the number of layers: as it leaves
-    # the last one), in this order. None for EAGLE-1, whose feature is the normalised last state.
-    taps: tuple[int, ...] = ()
-    fc_bias: bool = False
-    norm_before_fc: bool = False  # one norm over all taps together
-    fc_norms: bool = False  # a norm for each tap
-    norm_before_residual: bool = False  # the residual stream starts from the normalised feature
-    norm_output: bool = False  # the next draft gets the normalised output as its feature
-    own_embedding: bool = False  # else the target's
-    own_lm_head: bool = True  # else the target's
-    maps_vocabulary: bool = False  # drafts are numbered apart: `d2t` has the offsets
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs the head reads; none: its last hidden state."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it can draft."""
+        ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_position(self) -> int:
+        """Positions that it can draft for."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,14 @@ class LoadConfig:
 @dataclass(frozen=True)
 class DeviceConfig:
     device: str
-    dtype: str
+    dtype: str  # of computation: activations, norms, biases and rotary tables
+    weight_dtype: str  # of matrices in memory
+    kv_dtype: str  # of the KV cache
+
+    @staticmethod
+    def of(device: str, dtype: str) -> "DeviceConfig":
+        """One dtype for all three."""
+        return DeviceConfig(device, dtype, dtype, dtype)
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,22 @@ class EngineOptions:
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda or cuda:N"})
     dtype: str = field(
-        default="auto", metadata={"help": "auto, float64, float32, bfloat16 or float16"}
+        default="auto",
+        metadata={
+            "help": "dtype of computation: auto (the checkpoint's), float64, float32, bfloat16 or "
+            "float16"
+        },
+    )
+    weight_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of weight matrices in memory: auto (as dtype), or one of those; "
+            "bfloat16 under float32 halves their memory, and each product casts them"
+        },
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata={"help": "dtype of the KV cache: auto (as dtype), or one of those"},
     )
     max_model_len: int | None = field(
         default=None,

@@ -108,7 +108,6 @@ ENGINE_ARGS: dict[str, Foreign] = {
         advice="stoop runs no quantised weights: name an unquantised model, or a GGUF file, which "
         "is converted"
     ),
-    "kv_cache_dtype": _only("auto", advice="the KV cache has the dtype of the model: leave it out"),
     "calculate_kv_scales": _only(False, advice="the KV cache has no scales: leave it out"),
     "cpu_offload_gb": _only(
         0, 0.0, advice="stoop keeps all weights on the device: use a smaller model or device='cpu'"

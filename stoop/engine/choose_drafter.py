@@ -21,7 +21,8 @@ from stoop.config.speculation import (
     settle_speculation,
 )
 from stoop.engine.draft_costs import CostStore, DraftCosts
-from stoop.models.head_config import proposed_drafts, read_head_spec
+from stoop.models.head_config import read_head_spec
+from stoop.models.head_source import proposed_drafts
 
 CPU_DRAFTS = 3  # where nothing has been measured yet, and the maximum
 GPU_DRAFTS = 4  # the fastest of 2 to 6, or within 3 % of it, for one request on an H200

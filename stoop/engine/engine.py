@@ -25,7 +25,7 @@ from stoop.engine.frontend import Frontend
 from stoop.engine.inputs import check_priority
 from stoop.engine.outputs import RequestGroup
 from stoop.engine.uniproc import UniprocExecutor
-from stoop.models.hf_config import read_model_spec
+from stoop.models.registry import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
 from stoop.worker.device import exempt_from_collection, find_device

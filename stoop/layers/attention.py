@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from stoop.attention.base import AttentionShape, PagedMetadata
-from stoop.config.schema import ModelSpec
+from stoop.config.schema import AttentionSpec
 from stoop.core.state import PagedState
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
@@ -17,7 +17,9 @@ from stoop.ops.rope import HeadNorms, Rotation, rotate, rotate_and_store
 class Attention(StatefulLayer):
     """`in_size` is that of the input where it is not the model's."""
 
-    def __init__(self, spec: ModelSpec, *, window: int | None, in_size: int | None = None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, *, window: int | None, in_size: int | None = None
+    ) -> None:
         super().__init__()
         self.q_size = spec.num_heads * spec.head_dim
         self.kv_size = spec.num_kv_heads * spec.head_dim
@@ -62,7 +64,8 @@ class Attention(StatefulLayer):
         qkv = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
         qkv = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         out = ctx.run(self, qkv, rotation)
-        return self.o_proj.onto(out.reshape(-1, self.q_size), stream, keep=keep, idle=True)
+        out = out.reshape(-1, self.q_size)
+        return self.o_proj.onto(out, stream, keep=keep, prefetch_weight=True)
 
     def core(
         self, cache: Tensor, metadata: PagedMetadata, qkv: Tensor, rotation: Rotation

@@ -4,49 +4,54 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from stoop.layers.weights import WeightSlot, empty_parameter
-from stoop.ops.embedding import embed
+from stoop.layers.weights import MatrixLayer, WeightSlot
 from stoop.ops.linear import logits_of
+from stoop.ops.weight import Weight
 
 
-class Embedding(nn.Module):
+class Embedding(MatrixLayer):
+    weight: nn.Parameter
+
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size)
+        super().__init__("weight", vocab_size, hidden_size)
+        self.vocab_size = vocab_size
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return embed(token_ids, self.weight)
+        matrix = self.matrix
+        return matrix.scheme.embed(token_ids, matrix, self.compute_dtype or matrix.data.dtype)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("weight", self.weight.data)
+        yield self._slot("weight", 0, self.vocab_size)
 
 
-class OutputHead(nn.Module):
+class OutputHead(MatrixLayer):
     """Hidden states to logits, through its own matrix or through the embeddings'."""
 
+    own: nn.Parameter | None
+
     def __init__(self, vocab_size: int, hidden_size: int, tied_to: Embedding | None) -> None:
-        super().__init__()
+        super().__init__("own", vocab_size, hidden_size, own=tied_to is None)
+        self.vocab_size = vocab_size
         # In a tuple, so that the embedding is not registered as a part of this module: moving a
         # module to another device would give each of the two a matrix of its own.
-        self._tied_to = (tied_to,)
-        self.own = empty_parameter(vocab_size, hidden_size) if tied_to is None else None
+        self._tied_to = () if tied_to is None else (tied_to,)
 
     @property
     def tied(self) -> bool:
-        return self.own is None
+        return bool(self._tied_to)
+
+    @property
+    def matrix(self) -> Weight:
+        return self._tied_to[0].matrix if self._tied_to else super().matrix
 
     @property
     def weight(self) -> Tensor:
-        if self.own is not None:
-            return self.own
-        (embedding,) = self._tied_to
-        assert embedding is not None
-        return embedding.weight
+        return self.matrix.data
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] to [n, vocab_size], in float32 or better."""
-        return logits_of(hidden, self.weight)
+        return logits_of(hidden, self.matrix)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        if self.own is not None:
-            yield WeightSlot("weight", self.own.data)
+        if not self.tied:
+            yield self._slot("weight", 0, self.vocab_size)

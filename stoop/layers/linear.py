@@ -5,40 +5,44 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from stoop.layers.norm import RMSNorm
-from stoop.layers.weights import WeightSlot, empty_parameter
+from stoop.layers.weights import MatrixLayer, WeightSlot, empty_parameter, vector_slot
 from stoop.ops.linear import linear, linear_add, norm_linear, norm_linear_silu
 
 
-class FusedLinear(nn.Module):
+class FusedLinear(MatrixLayer):
     """Projections of one input, stacked: one matrix product instead of several."""
+
+    weight: nn.Parameter
 
     def __init__(
         self, names: Sequence[str], in_size: int, out_sizes: Sequence[int], bias: bool
     ) -> None:
-        super().__init__()
+        super().__init__("weight", sum(out_sizes), in_size)
         self.names = list(names)
         self.out_sizes = list(out_sizes)
-        self.weight = empty_parameter(sum(out_sizes), in_size)
         self.bias = empty_parameter(sum(out_sizes)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.matrix, self.bias)
 
-    def onto(self, x: Tensor, stream: Tensor, *, keep: bool = False, idle: bool = False) -> Tensor:
-        """Its outputs added to the residual stream; keep and idle as in `linear_add`."""
-        return linear_add(x, self.weight, self.bias, stream, keep=keep, idle=idle)
+    def onto(
+        self, x: Tensor, stream: Tensor, *, keep: bool = False, prefetch_weight: bool = False
+    ) -> Tensor:
+        """Its outputs added to the residual stream; options as in `linear_add`."""
+        options = {"keep": keep, "prefetch_weight": prefetch_weight}
+        return linear_add(x, self.matrix, self.bias, stream, **options)
 
     def of_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+        return norm_linear(x, norm.weight, norm.eps, self.matrix, self.bias)
 
     def gated_of_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """silu of its first half times the second."""
-        return norm_linear_silu(x, norm.weight, norm.eps, self.weight, self.bias)
+        return norm_linear_silu(x, norm.weight, norm.eps, self.matrix, self.bias)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         start = 0
         for name, size in zip(self.names, self.out_sizes, strict=True):
-            yield WeightSlot(f"{name}.weight", self.weight.data[start : start + size])
+            yield self._slot(f"{name}.weight", start, size)
             if self.bias is not None:
-                yield WeightSlot(f"{name}.bias", self.bias.data[start : start + size])
+                yield vector_slot(f"{name}.bias", self.bias[start : start + size])
             start += size

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from stoop.layers.weights import WeightSlot, empty_parameter
+from stoop.layers.weights import WeightSlot, empty_parameter, vector_slot
 from stoop.ops.norm import rms_norm
 
 
@@ -18,4 +18,4 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("weight", self.weight.data)
+        yield vector_slot("weight", self.weight)

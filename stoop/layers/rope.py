@@ -1,12 +1,32 @@
 """Rotary tables: cosines and sines of every position, for each kind of scaling."""
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from stoop.config.schema import RopeSpec
 from stoop.ops.rope import Rotation
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """How positions turn into rotations; `kind` says which of the other fields count."""
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # yarn: scales cos and sin
+    truncate: bool = True
+    factors: tuple[float, ...] = ()  # explicit divisors of the inverse frequencies
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:

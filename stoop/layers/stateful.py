@@ -7,7 +7,7 @@ or without any cache while a draft head is trained.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -40,7 +40,11 @@ class StatefulLayer(nn.Module):
         raise NotImplementedError
 
 
-def stateful_layers(*modules: nn.Module) -> list[StatefulLayer]:
+class HasModules(Protocol):
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+def stateful_layers(*modules: HasModules) -> list[StatefulLayer]:
     """Those of all modules, in order."""
     every = (layer for module in modules for layer in module.modules())
     return [layer for layer in every if isinstance(layer, StatefulLayer)]

@@ -2,33 +2,78 @@
 
 The head of EAGLE-1 joins embedding and feature by a linear map and has no norms at its ends. That
 of EAGLE-3 condenses several of the target's streams into a feature, attends to embedding and
-feature side by side, and has an output matrix of its own, often over fewer tokens. `HeadSpec`
+feature side by side, and has an output matrix of its own, often over fewer tokens. `EagleSpec`
 spells out all that differs between published heads. The head knows nothing of requests or graphs.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from stoop.config.schema import HeadSpec
+from stoop.config.schema import DraftMethod
 from stoop.layers.attention import Attention
 from stoop.layers.embedding import Embedding, OutputHead
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.stateful import ForwardContext
-from stoop.layers.weights import WeightSlot, prefixed
-from stoop.models.llama import MLP, DecoderLayer, LlamaModel
+from stoop.layers.weights import WeightSlot, prefixed, vector_slot
+from stoop.models.base import Model, parameter_bytes
+from stoop.models.decoder import MLP, DecoderLayer, DecoderSpec
 from stoop.ops.norm import join_embedded, join_norms, take_and_norm, take_rows
 from stoop.ops.rope import Rotation
+
+
+@dataclass(frozen=True)
+class EagleSpec:
+    """An EAGLE draft head, with every convention spelled out.
+
+    Position i of a head takes the target's feature of position i and the embedding of token i + 1,
+    and predicts token i + 2.
+    """
+
+    method: DraftMethod
+    decoder: DecoderSpec  # of its layers; vocab_size is that of its drafts
+    target_hidden_size: int
+    target_vocab_size: int
+    # The target's residual stream as it enters these layers (the number of layers: as it leaves
+    # the last one), in this order. None for EAGLE-1, whose feature is the normalised last state.
+    taps: tuple[int, ...] = ()
+    fc_bias: bool = False
+    norm_before_fc: bool = False  # one norm over all taps together
+    fc_norms: bool = False  # a norm for each tap
+    norm_before_residual: bool = False  # the residual stream starts from the normalised feature
+    norm_output: bool = False  # the next draft gets the normalised output as its feature
+    own_embedding: bool = False  # else the target's
+    own_lm_head: bool = True  # else the target's
+    maps_vocabulary: bool = False  # drafts are numbered apart: `d2t` has the offsets
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def max_position(self) -> int:
+        return self.decoder.max_position
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Those that every engine takes of an EAGLE-3 head whose config lists none."""
+    taps = (2, num_layers // 2, num_layers - 3)
+    return tuple(min(max(0, tap), num_layers) for tap in taps)
 
 
 class Eagle1Layer(nn.Module):
     """A first layer without an input norm, over the joined embedding and feature."""
 
-    def __init__(self, spec: HeadSpec) -> None:
+    def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
         decoder = spec.decoder
         self.self_attn = Attention(decoder, window=_window(spec, 0))
@@ -50,7 +95,7 @@ class Eagle1Layer(nn.Module):
 class Eagle3Layer(nn.Module):
     """A first layer whose attention takes the embedding and the feature side by side."""
 
-    def __init__(self, spec: HeadSpec) -> None:
+    def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
         decoder = spec.decoder
         size, eps = decoder.hidden_size, decoder.rms_norm_eps
@@ -70,7 +115,11 @@ class Eagle3Layer(nn.Module):
         ctx: ForwardContext,
     ) -> Tensor:
         norms, eps = (self.input_layernorm.weight, self.hidden_norm.weight), self.hidden_norm.eps
-        joined = join_embedded(token_ids, embedding.weight, norms[0], feature, norms[1], eps)
+        if embedding.matrix.is_plain(feature.dtype):
+            table = embedding.matrix.data
+            joined = join_embedded(token_ids, table, norms[0], feature, norms[1], eps)
+        else:
+            joined = join_norms((embedding(token_ids), feature), norms, eps)
         stream = feature
         if self.norm_before_residual:
             stream = joined[:, feature.shape[1] :].contiguous()
@@ -85,7 +134,7 @@ class Eagle3Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    def __init__(self, spec: HeadSpec) -> None:
+    def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
         decoder, self.spec = spec.decoder, spec
         size, eps = decoder.hidden_size, decoder.rms_norm_eps
@@ -110,20 +159,19 @@ class EagleHead(nn.Module):
             if spec.maps_vocabulary
             else None
         )
-        self._target: tuple[LlamaModel, ...] = ()  # in a tuple: not a part of this module
+        self._target: tuple[Model, ...] = ()  # in a tuple: not a part of this module
         self.rotary: RotaryTable | None = None
 
-    def attach(self, target: LlamaModel, num_positions: int) -> None:
+    def attach(self, target: Model, num_positions: int) -> None:
         """Borrow what the head has not of its own; make the rotary table."""
         self._target = (target,)
-        weight = self.fc.weight
-        decoder = self.spec.decoder
+        norm, decoder = self.first.post_attention_layernorm.weight, self.spec.decoder
         self.rotary = RotaryTable(
             decoder.rope,
             decoder.head_dim,
             num_positions,
-            device=weight.device,
-            dtype=weight.dtype,
+            device=norm.device,
+            dtype=norm.dtype,
         )
 
     def condense(self, streams: Tensor) -> Tensor:
@@ -179,15 +227,19 @@ class EagleHead(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, hidden_size] to [n, draft vocabulary], in float32 or better."""
-        logits: Tensor = (self.lm_head or self.target.lm_head)(states)
+        logits: Tensor = self.output_head(states)
         return logits
+
+    @property
+    def output_head(self) -> OutputHead:
+        return self.lm_head or self.target.lm_head
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Numbers of the draft vocabulary as token ids of the target."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     @property
-    def target(self) -> LlamaModel:
+    def target(self) -> Model:
         (target,) = self._target
         return target
 
@@ -210,8 +262,18 @@ class EagleHead(nn.Module):
         if self.lm_head is not None:
             yield from prefixed("lm_head", self.lm_head.weight_slots())
         if self.d2t is not None:
-            yield WeightSlot("d2t", self.d2t.data)
+            yield vector_slot("d2t", self.d2t)
+
+    def bytes_read(self, num_passes: int) -> int:
+        """EAGLE-3 condenses the target's streams in the first pass only."""
+        condensing = (self.fc, self.input_norm, self.fc_norm)
+        once = sum(parameter_bytes(part) for part in condensing if part is not None)
+        passes = [self.first, self.rest, self.norm, self.output_head]
+        each = sum(parameter_bytes(part) for part in passes if part is not None)
+        if self.output_head.tied:
+            each += parameter_bytes(self.target.embed_tokens)
+        return (once if self.eagle3 else num_passes * once) + num_passes * each
 
 
-def _window(spec: HeadSpec, index: int) -> int | None:
+def _window(spec: EagleSpec, index: int) -> int | None:
     return spec.decoder.windows[index] if spec.decoder.windows else None

@@ -1,4 +1,4 @@
-"""A draft head's folder into a `HeadSpec`, from its `config.json` and what tensors it has.
+"""A draft head's folder into an `EagleSpec`, from its `config.json` and what tensors it has.
 
 Reads the layout of the EAGLE authors (one flat config) and that of speculators (the layers' config
 nested). Published configs leave much out, and some of what they say is wrong; so the tensors are
@@ -7,81 +7,36 @@ looked at too, what contradicts itself is refused, and one line of the log says 
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
-from stoop.config.schema import DraftMethod, HeadSpec, ModelSpec
-from stoop.models.eagle import EagleHead
-from stoop.models.hf_config import ARCHITECTURES, MAX_SHOWN, Reader, model_spec, read_json, shown
+from stoop.config.schema import DraftMethod, ModelSpec
+from stoop.models.config_reader import Reader, shown
+from stoop.models.decoder import DecoderSpec
+from stoop.models.eagle import EagleHead, EagleSpec, default_taps
+from stoop.models.head_source import (
+    EAGLE3_TENSOR,
+    METHODS,
+    OWNER,
+    TAPS,
+    HeadSource,
+    Shape,
+    head_architecture,
+    read_source,
+)
 from stoop.models.loader import check_names, check_shape
+from stoop.models.registry import find_family
 
 logger = logging.getLogger(__name__)
 
-TAPS = "eagle_aux_hidden_state_layer_ids"
-OWNER = "the draft head"  # in sentences about its tensors
-
-# LlamaForCausalLM, LlamaForCausalLMEagle3, EagleLlamaForCausalLM and the like.
-_ARCHITECTURE = re.compile(r"(Eagle3?)?(\w+?ForCausalLM)(Eagle3?)?")
-_MODEL_TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in ARCHITECTURES}
-_METHODS: dict[str, DraftMethod] = {"eagle": "eagle", "eagle3": "eagle3"}
-# Keys that only a config of EAGLE-3 has, and a tensor that only its weights have.
+# Keys that only a config of EAGLE-3 has.
 _EAGLE3_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_config", TAPS)
-_EAGLE3_TENSOR = "layers.0.hidden_norm.weight"
-
-_PREFIXES = {
-    "midlayer.": "layers.0.",
-    "transformer.": "layers.0.",
-    "fusion_fc.": "fc.",
-    "aux_norm_low.": "fc_norm.0.",
-    "aux_norm_mid.": "fc_norm.1.",
-    "aux_norm_high.": "fc_norm.2.",
-}
-# The mask of drafted tokens follows from d2t; the others are derived values.
-_IGNORED = re.compile(r"^t2d$|(^|\.)rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
-
 _METHOD_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What the folder says."""
-
-    folder: Path
-    speculators: bool
-    config: dict[str, Any]
-    layers: dict[str, Any]  # the config of its layers: nested in speculators', else the same
-    shapes: dict[str, Shape] | None  # by canonical name; None: no weights are there to look at
-    tied: bool  # its own embedding is its output matrix too
-
-    def said(self, key: str) -> Any:
-        """The config's value for `key`, which may be in `eagle_config` too; None: it has none."""
-        nested = self.config.get("eagle_config") or {}
-        places = [self.config.get(key), nested.get(key)]
-        if key == TAPS:
-            places.append(nested.get("layer_ids"))  # as some call it
-        found = [value for value in places if value is not None]
-        if any(value != found[0] for value in found):
-            raise CheckpointError(
-                f"config.json has {key}={shown(found[0])} and, in eagle_config, "
-                f"{shown(found[-1])}: keep the one that the head was trained with"
-            )
-        return found[0] if found else None
-
-    def has(self, name: str) -> bool | None:
-        return None if self.shapes is None else name in self.shapes
-
-    def size(self, name: str, axis: int, default: int) -> int:
-        """Of a tensor along an axis; that of one which is not there is the default."""
-        shape = (self.shapes or {}).get(name, ())
-        return shape[axis] if len(shape) > axis else default
 
 
 class _Found(NamedTuple):
@@ -91,20 +46,19 @@ class _Found(NamedTuple):
 
 def read_head_spec(
     folder: Path, target: ModelSpec, method: str | None = None, dummy: bool = False
-) -> HeadSpec:
+) -> EagleSpec:
     """Settle what the head in `folder` is and that it fits the target.
 
     `method` is what the user asks for, None to find out; with `dummy` no weights are looked at.
     """
-    source = _read(folder, dummy)
+    source = read_source(folder, dummy)
     kind = _method(source, method)
     draft_vocab = _draft_vocab(source, target)
-    layers = {**source.layers, "vocab_size": draft_vocab}
-    decoder = model_spec(layers, _architecture(source)[1])
+    decoder = _decoder({**source.layers, "vocab_size": draft_vocab}, head_architecture(source)[1])
     eagle3 = kind == "eagle3"
     flags = {name: _flag(source, name, eagle3) for name in _METHOD_FLAGS}
     taps = _taps(source, target, eagle3)
-    spec = HeadSpec(
+    spec = EagleSpec(
         method=kind,
         decoder=decoder,
         target_hidden_size=target.hidden_size,
@@ -126,101 +80,17 @@ def read_head_spec(
     return spec
 
 
-def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of `EagleHead.weight_slots` to those in a checkpoint, whichever layout it has."""
-    stored: dict[str, str] = {}
-    for name in sorted(names):
-        canonical = name.removeprefix("model.")
-        for prefix, replacement in _PREFIXES.items():
-            if canonical.startswith(prefix):
-                canonical = replacement + canonical.removeprefix(prefix)
-        if canonical in stored:
-            raise CheckpointError(
-                f"{OWNER} has both {stored[canonical]} and {name}, which mean the same tensor: "
-                "remove one of them"
-            )
-        stored[canonical] = name
-    return stored
-
-
-def stored_names(names: Iterable[str], tied: bool) -> dict[str, str]:
-    """Canonical names to stored ones, of what is loaded; a tied output matrix is the embedding."""
-    stored = {
-        canonical: name
-        for canonical, name in canonical_names(names).items()
-        if not _IGNORED.search(canonical)
-    }
-    # EAGLE-1 uses the target's output matrix, whatever its config copied from the target.
-    if tied and _EAGLE3_TENSOR in stored and "embed_tokens.weight" in stored:
-        stored.setdefault("lm_head.weight", stored["embed_tokens.weight"])
-    return stored
-
-
-def _read(folder: Path, dummy: bool) -> _Source:
-    config = read_json(folder / "config.json")
-    nested = config.get("eagle_config")
-    if nested is not None and not isinstance(nested, dict):
+def _decoder(layers: dict[str, Any], architecture: str) -> DecoderSpec:
+    spec = find_family(architecture).read_spec(layers, architecture)
+    if not isinstance(spec, DecoderSpec):
         raise CheckpointError(
-            f"config.json has eagle_config={shown(nested)} where an object is needed"
+            f"the head has layers of {architecture}, which EAGLE heads cannot be built of: use a "
+            "head with layers like Llama's"
         )
-    speculators = "speculators_model_type" in config
-    layers = _speculators_layers(folder, config) if speculators else config
-    if dummy:
-        return _Source(folder, speculators, config, layers, None, False)
-    with WeightReader(folder, allow_pickle=True) as reader:
-        stored = stored_names(reader.names(), Reader(layers).flag("tie_word_embeddings"))
-        shapes = {canonical: reader.shape(name) for canonical, name in stored.items()}
-    tied = len(set(stored.values())) < len(stored)
-    return _Source(folder, speculators, config, layers, shapes, tied)
+    return spec
 
 
-def _speculators_layers(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    layers = config.get("transformer_layer_config")
-    if not isinstance(layers, dict):
-        raise CheckpointError(
-            f"{folder / 'config.json'} is of speculators but has no transformer_layer_config: "
-            "fetch it again"
-        )
-    if config.get("layernorms"):
-        raise CheckpointError(
-            "config.json has layernorms=True, an EAGLE-1 head with the norms of HASS, which is not "
-            "supported: use a head without them"
-        )
-    # The type of the weights stands at the top.
-    types = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    return {**types, **layers}
-
-
-def _architecture(source: _Source) -> tuple[DraftMethod | None, str]:
-    """The method that the config names, None if it names none, and the kind of its layers."""
-    if source.speculators:
-        kind = str(source.config["speculators_model_type"])
-        model_type = str(source.layers.get("model_type", "llama"))
-        if kind not in _METHODS:
-            raise CheckpointError(
-                f"the head's speculators_model_type is {shown(kind)}: stoop loads "
-                f"{', '.join(_METHODS)}"
-            )
-        if model_type not in _MODEL_TYPES:
-            raise CheckpointError(
-                f"the head's layers are of model_type {shown(model_type)}: stoop loads "
-                f"{', '.join(_MODEL_TYPES)}"
-            )
-        return _METHODS[kind], _MODEL_TYPES[model_type]
-    names = source.config.get("architectures") or []
-    names = names if isinstance(names, list) else [names]
-    for name in names:
-        match = _ARCHITECTURE.fullmatch(str(name))
-        if match and match[2] in ARCHITECTURES:
-            return _METHODS.get((match[1] or match[3] or "").lower()), match[2]
-    found = ", ".join(map(str, names))[:MAX_SHOWN] or "none"
-    raise CheckpointError(
-        f"the head's architecture is {found}: stoop loads EAGLE heads with layers of "
-        f"{', '.join(ARCHITECTURES)}, such as LlamaForCausalLMEagle3"
-    )
-
-
-def _method(source: _Source, asked: str | None) -> DraftMethod:
+def _method(source: HeadSource, asked: str | None) -> DraftMethod:
     """What the head is; refused if config, weights and user do not agree."""
     found, reason = _found_method(source)
     if asked is None:
@@ -230,22 +100,22 @@ def _method(source: _Source, asked: str | None) -> DraftMethod:
                 "give the method"
             )
         return found
-    if asked not in _METHODS:
+    if asked not in METHODS:
         raise ConfigError(f"method {asked!r} has no head to load: use eagle or eagle3")
     if found not in (None, asked):
         raise ConfigError(
             f"method {asked!r} is asked for, but the head in {source.folder} is {found!r}, for "
             f"{reason}: ask for {found!r} or give another head"
         )
-    return _METHODS[asked]
+    return METHODS[asked]
 
 
-def _found_method(source: _Source) -> tuple[DraftMethod | None, str]:
+def _found_method(source: HeadSource) -> tuple[DraftMethod | None, str]:
     """What the folder says that the head is, and where it says so."""
-    named, _ = _architecture(source)
+    named, _ = head_architecture(source)
     if source.shapes is not None:
-        found: DraftMethod = "eagle3" if _EAGLE3_TENSOR in source.shapes else "eagle"
-        reason = f"its weights {_have(found == 'eagle3')} {_EAGLE3_TENSOR}"
+        found: DraftMethod = "eagle3" if EAGLE3_TENSOR in source.shapes else "eagle"
+        reason = f"its weights {_have(found == 'eagle3')} {EAGLE3_TENSOR}"
         if named not in (None, found):
             raise CheckpointError(
                 f"config.json of {source.folder} names a head of {named!r}, but the weights are of "
@@ -263,7 +133,7 @@ def _have(there: bool) -> str:
     return "have" if there else "lack"
 
 
-def _draft_vocab(source: _Source, target: ModelSpec) -> int:
+def _draft_vocab(source: HeadSource, target: ModelSpec) -> int:
     vocab_size = Reader(source.layers).whole("vocab_size")
     draft_vocab = Reader(source.config).whole("draft_vocab_size", default=vocab_size)
     if vocab_size != target.vocab_size:
@@ -274,7 +144,7 @@ def _draft_vocab(source: _Source, target: ModelSpec) -> int:
     return draft_vocab
 
 
-def _maps_vocabulary(source: _Source, draft_vocab: int, target: ModelSpec) -> bool:
+def _maps_vocabulary(source: HeadSource, draft_vocab: int, target: ModelSpec) -> bool:
     vocab_size = target.vocab_size
     if draft_vocab > vocab_size:
         raise CheckpointError(
@@ -297,7 +167,7 @@ def _maps_vocabulary(source: _Source, draft_vocab: int, target: ModelSpec) -> bo
     return shape is not None
 
 
-def _own_lm_head(source: _Source, spec: HeadSpec) -> bool:
+def _own_lm_head(source: HeadSource, spec: EagleSpec) -> bool:
     draft_vocab, vocab_size = spec.decoder.vocab_size, spec.target_vocab_size
     if source.shapes is None:
         return spec.method == "eagle3" or spec.maps_vocabulary
@@ -317,7 +187,7 @@ def _own_lm_head(source: _Source, spec: HeadSpec) -> bool:
     return False
 
 
-def _taps(source: _Source, target: ModelSpec, eagle3: bool) -> _Found:
+def _taps(source: HeadSource, target: ModelSpec, eagle3: bool) -> _Found:
     said, uses = source.said(TAPS), source.said("use_aux_hidden_state")
     if not eagle3:
         if said or uses:
@@ -334,8 +204,7 @@ def _taps(source: _Source, target: ModelSpec, eagle3: bool) -> _Found:
         )
     num_layers = target.num_layers
     if said is None:
-        middle = (2, num_layers // 2, num_layers - 3)
-        return _Found(tuple(min(max(0, tap), num_layers) for tap in middle), "default")
+        return _Found(default_taps(num_layers), "default")
     whole = isinstance(said, list) and all(type(tap) is int for tap in said)
     if not whole or not said:
         raise CheckpointError(
@@ -354,7 +223,7 @@ def _taps(source: _Source, target: ModelSpec, eagle3: bool) -> _Found:
 _FLAG_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
-def _flag(source: _Source, name: str, eagle3: bool) -> _Found:
+def _flag(source: HeadSource, name: str, eagle3: bool) -> _Found:
     said = source.said(name)
     if said is not None and not isinstance(said, bool):
         raise CheckpointError(f"config.json has {name}={shown(said)} where true or false is needed")
@@ -375,7 +244,7 @@ def _flag(source: _Source, name: str, eagle3: bool) -> _Found:
     return _Found(stored, "tensors" if said is None else "config")
 
 
-def _fc_bias(source: _Source) -> _Found:
+def _fc_bias(source: HeadSource) -> _Found:
     """Decided by the tensors: the `bias` of a flat config is true by default, and widely wrong."""
     key = "fusion_bias" if source.speculators else "bias"
     said, stored = source.config.get(key), source.has("fc.bias")
@@ -393,7 +262,7 @@ def _fc_bias(source: _Source) -> _Found:
     return _Found(stored, f"tensors, against bias={said} of the config")
 
 
-def _check_sizes(source: _Source, spec: HeadSpec, target: ModelSpec, taps: _Found) -> None:
+def _check_sizes(source: HeadSource, spec: EagleSpec, target: ModelSpec, taps: _Found) -> None:
     """Refuse a head that cannot work on this target."""
     size, hidden_size = spec.decoder.hidden_size, target.hidden_size
     default = size if source.shapes is None else hidden_size
@@ -430,7 +299,7 @@ def _check_sizes(source: _Source, spec: HeadSpec, target: ModelSpec, taps: _Foun
         )
 
 
-def _check_tensors(spec: HeadSpec, shapes: Mapping[str, Shape]) -> None:
+def _check_tensors(spec: EagleSpec, shapes: Mapping[str, Shape]) -> None:
     """Refuse weights that are not exactly those of the spec."""
     matches = (re.match(r"layers\.(\d{1,9})\.", name) for name in shapes)
     num_layers = 1 + max((int(match[1]) for match in matches if match), default=-1)
@@ -440,14 +309,14 @@ def _check_tensors(spec: HeadSpec, shapes: Mapping[str, Shape]) -> None:
             f"have {num_layers} layers: the config and the weights do not belong together"
         )
     with torch.device("meta"):
-        wanted = {slot.name: tuple(slot.view.shape) for slot in EagleHead(spec).weight_slots()}
+        wanted = {slot.name: slot.shape for slot in EagleHead(spec).weight_slots()}
     check_names(wanted.keys(), shapes.keys(), OWNER)
     for name, shape in wanted.items():
         check_shape(name, shapes[name], shape)
 
 
 def _describe(
-    source: _Source, spec: HeadSpec, target: ModelSpec, found: Mapping[str, _Found]
+    source: HeadSource, spec: EagleSpec, target: ModelSpec, found: Mapping[str, _Found]
 ) -> str:
     """One line: all that was settled, and by what."""
     layout = "speculators" if source.speculators else "EAGLE"
@@ -467,12 +336,3 @@ def _describe(
     if reach < target.max_position:
         parts.append(f"drafts to position {reach} of the target's {target.max_position} only")
     return ", ".join(parts)
-
-
-def proposed_drafts(folder: Path) -> int | None:
-    """The number of drafts that a head in the speculators layout names, if it does."""
-    settings = read_json(folder / "config.json").get("speculators_config") or {}
-    methods = settings.get("proposal_methods") or [] if isinstance(settings, dict) else []
-    first = methods[0] if isinstance(methods, list) and methods else {}
-    value = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -7,12 +7,13 @@ import torch
 
 from stoop.checkpoint.report import Report
 from stoop.checkpoint.weights import WeightReader
-from stoop.config.errors import CheckpointError
-from stoop.config.schema import HeadSpec
-from stoop.models.eagle import EagleHead
-from stoop.models.head_config import OWNER, stored_names
-from stoop.models.llama import LlamaModel
-from stoop.models.loader import build, check_names, fill_dummy, fill_slots
+from stoop.config.errors import CheckpointError, ConfigError
+from stoop.config.schema import DeviceConfig, HeadSpec, ModelSpec
+from stoop.models.base import DraftModel, Model
+from stoop.models.decoder import DecoderSpec
+from stoop.models.eagle import EagleHead, EagleSpec
+from stoop.models.head_source import OWNER, stored_names
+from stoop.models.loader import build, check_names, fill_dummy, fill_slots, on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +22,18 @@ def load_head(
     spec: HeadSpec,
     folder: str | None,
     *,
-    device: str,
-    dtype: str,
-    target: LlamaModel,
+    device: DeviceConfig,
+    target: Model,
     num_positions: int,
     dummy_seed: int | None = None,
     report: Report | None = None,
-) -> EagleHead:
+) -> DraftModel:
     """Build, fill and attach; with `dummy_seed`, random weights and no folder.
 
     `num_positions` is the engine's: positions past the head's own limit may be looked up, though
     nothing is drafted there.
     """
-    head = build(lambda: EagleHead(spec), device, getattr(torch, dtype))
+    head = _build(spec, device)
     if dummy_seed is not None:
         fill_dummy(head, head.fc.weight.device, dummy_seed)
     else:
@@ -43,6 +43,59 @@ def load_head(
         _share_embedding(head, target, folder)
     head.attach(target, num_positions)
     return head
+
+
+def build_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
+    """A head whose weights are not filled, with no target attached."""
+    return _build(spec, device)
+
+
+def _build(spec: HeadSpec, device: DeviceConfig) -> EagleHead:
+    assert isinstance(spec, EagleSpec), spec
+    return build(lambda: EagleHead(spec), device)
+
+
+def describe_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
+    """A head without memory."""
+    assert isinstance(spec, EagleSpec), spec
+    return on_meta(lambda: EagleHead(spec), device.dtype, device.weight_dtype)
+
+
+def new_head_spec(
+    target: ModelSpec, draft_size: int, taps: tuple[int, ...], **flags: bool
+) -> EagleSpec:
+    """An EAGLE-3 head of one Llama layer of the target's sizes, whatever the target's family.
+
+    draft_size: tokens that it can draft; flags: `fc_norms` and `norm_output` of `EagleSpec`
+    """
+    if not isinstance(target, DecoderSpec):
+        raise ConfigError(
+            f"{target.architecture} is no decoder like Llama's, and stoop trains no heads for "
+            "others: use another target"
+        )
+    decoder = replace(
+        target,
+        architecture="LlamaForCausalLM",
+        num_layers=1,
+        vocab_size=draft_size,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=(None,),
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+    return EagleSpec(
+        method="eagle3",
+        decoder=decoder,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        taps=taps,
+        maps_vocabulary=draft_size < target.vocab_size,
+        **flags,
+    )
 
 
 def fill_head(head: EagleHead, reader: WeightReader, report: Report | None = None) -> None:
@@ -80,7 +133,7 @@ def check_d2t(d2t: torch.Tensor, vocab_size: int) -> None:
         )
 
 
-def _share_embedding(head: EagleHead, target: LlamaModel, folder: str) -> None:
+def _share_embedding(head: EagleHead, target: Model, folder: str) -> None:
     """Many heads carry a copy of the target's embedding: give its memory back."""
     own, theirs = head.embed_tokens, target.embed_tokens.weight
     if own is None or own.weight.dtype != theirs.dtype or own.weight.device != theirs.device:

@@ -1,139 +1,36 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
+"""Llama 2 and 3, and models in their layout such as SmolLM2."""
 
-They differ in biases, norms of q and k, windows and rotary scaling, all of which `ModelSpec` spells
-out; so they are one model. It knows nothing of requests, graphs or speculation.
-"""
+from typing import Any
 
-from collections.abc import Iterator, Sequence
+from stoop.checkpoint.gguf_layout import GGUFContents
+from stoop.models.config_reader import Reader
+from stoop.models.decoder import DecoderModel, DecoderSpec
+from stoop.models.decoder_config import read_decoder_spec
+from stoop.models.decoder_gguf import decoder_config, decoder_layout, sliding_window
+from stoop.models.family import Family
 
-from torch import Tensor, nn
-
-from stoop.config.schema import ModelSpec
-from stoop.layers.attention import Attention
-from stoop.layers.embedding import Embedding, OutputHead
-from stoop.layers.linear import FusedLinear
-from stoop.layers.norm import RMSNorm
-from stoop.layers.rope import RotaryTable
-from stoop.layers.stateful import ForwardContext
-from stoop.layers.weights import WeightSlot, prefixed
-from stoop.model_state.base import ModelState, ModelStateSetup
-from stoop.model_state.default import DefaultModelState
-from stoop.ops.norm import rms_norm_into
-from stoop.ops.rope import Rotation
+ARCHITECTURE = "LlamaForCausalLM"
 
 
-class MLP(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        sizes = (spec.intermediate_size, spec.intermediate_size)
-        self.gate_up_proj = FusedLinear(
-            ("gate_proj", "up_proj"), spec.hidden_size, sizes, spec.mlp_bias
-        )
-        self.down_proj = FusedLinear(
-            ("down_proj",), spec.intermediate_size, (spec.hidden_size,), spec.mlp_bias
-        )
-
-    def forward(self, stream: Tensor, norm: RMSNorm) -> Tensor:
-        return self.down_proj.onto(self.gate_up_proj.gated_of_norm(stream, norm), stream)
-
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from self.gate_up_proj.weight_slots()
-        yield from self.down_proj.weight_slots()
+def read_spec(config: dict[str, Any], architecture: str) -> DecoderSpec:
+    reader = Reader(config)
+    bias = reader.flag("attention_bias")
+    return read_decoder_spec(
+        config, architecture, qkv_bias=bias, o_bias=bias, mlp_bias=reader.flag("mlp_bias")
+    )
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, window: int | None = None) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = Attention(spec, window=window)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec)
-
-    def forward(
-        self, stream: Tensor, rotation: Rotation, ctx: ForwardContext, keep: bool = False
-    ) -> Tensor:
-        """keep: the stream is used later, too"""
-        stream = self.self_attn(stream, self.input_layernorm, stream, rotation, ctx, keep)
-        return self.mlp(stream, self.post_attention_layernorm)
-
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from prefixed("input_layernorm", self.input_layernorm.weight_slots())
-        yield from prefixed("self_attn", self.self_attn.weight_slots())
-        yield from prefixed(
-            "post_attention_layernorm", self.post_attention_layernorm.weight_slots()
-        )
-        yield from prefixed("mlp", self.mlp.weight_slots())
+def _gguf_config(file: GGUFContents) -> dict[str, Any]:
+    return decoder_config(file, ARCHITECTURE, "llama")
 
 
-class LlamaModel(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        windows = spec.windows or (None,) * spec.num_layers
-        self.layers = nn.ModuleList(DecoderLayer(spec, window) for window in windows)
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.lm_head = OutputHead(
-            spec.vocab_size,
-            spec.hidden_size,
-            self.embed_tokens if spec.tie_word_embeddings else None,
-        )
-        self.rotary: RotaryTable | None = None
-
-    def prepare(self, num_positions: int) -> None:
-        """Make what is derived rather than loaded: the rotary table, on the weights' device."""
-        weight = self.embed_tokens.weight
-        self.rotary = RotaryTable(
-            self.spec.rope,
-            self.spec.head_dim,
-            num_positions,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        ctx: ForwardContext,
-        taps: Sequence[int] = (),
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states, in `out` if
-        given.
-
-        Returned with them: the residual stream as it enters each layer of `taps`, or, for the
-        number of layers, as it leaves the last one.
-        """
-        assert self.rotary is not None, "call prepare() first"
-        rotation = self.rotary.at(positions)
-        stream: Tensor = self.embed_tokens(input_ids)
-        streams: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            tapped = index in taps
-            if tapped:
-                streams[index] = stream
-            stream = layer(stream, rotation, ctx, keep=tapped)
-        streams[len(self.layers)] = stream
-        if out is None:
-            out = self.norm(stream)
-        else:
-            rms_norm_into(stream, self.norm.weight, self.norm.eps, out)
-        return out, [streams[tap] for tap in taps]
-
-    def make_model_state(self, setup: ModelStateSetup) -> ModelState:
-        return DefaultModelState(setup)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] to [n, vocab_size], in float32 or better."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
-
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        """Every tensor that a Hugging Face checkpoint of this model must have."""
-        yield from prefixed("model.embed_tokens", self.embed_tokens.weight_slots())
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            yield from prefixed(f"model.layers.{index}", layer.weight_slots())
-        yield from prefixed("model.norm", self.norm.weight_slots())
-        yield from prefixed("lm_head", self.lm_head.weight_slots())
+LLAMA = Family(
+    architectures=(ARCHITECTURE,),
+    model_types=("llama",),
+    read_spec=read_spec,
+    build=DecoderModel,
+    # Files with a sliding window are Mistral's.
+    gguf=decoder_layout(
+        "llama", _gguf_config, accepts=lambda fields: sliding_window(fields) is None, paired=True
+    ),
+)

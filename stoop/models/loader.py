@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,35 +13,29 @@ from torch import nn
 from stoop.checkpoint.report import Report
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
-from stoop.config.schema import Config, ModelSpec
-from stoop.layers.weights import WeightSlot
-from stoop.models.eagle import EagleHead
-from stoop.models.llama import LlamaModel
-from stoop.models.registry import model_class
-
-# Derived values that some checkpoints carry along.
-_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+from stoop.config.schema import Config, DeviceConfig, ModelSpec
+from stoop.layers.weights import WeightSlot, store_matrices_as
+from stoop.models.base import Model, Module
+from stoop.models.registry import find_family
 
 DUMMY_STD = 0.02
 
-Module = TypeVar("Module", bound=nn.Module)
+Built = TypeVar("Built", bound=Module)
 
 
-def load_model(config: Config, report: Report | None = None) -> LlamaModel:
+def load_model(config: Config, report: Report | None = None) -> Model:
     """Build the model without memory, give it memory on the device, fill that in place.
 
     The files are checked against config.json before any memory is taken, so that a config with
     absurd sizes is refused rather than allocated.
     """
-    dtype = getattr(torch, config.device.dtype)
     if config.load.dummy:
-        model = build_model(config, dtype)
-        fill_dummy(model, model.embed_tokens.weight.device, config.load.seed)
+        model = build_model(config)
+        fill_dummy(model, model.device, config.load.seed)
     else:
         with WeightReader(Path(config.load.folder)) as reader:
             _check_layers(config.model, reader)
-            model = build_model(config, dtype, lambda model: _check_weights(model, reader))
+            model = build_model(config, lambda model: _check_weights(model, reader))
             fill_slots(list(model.weight_slots()), reader, _stored(model, reader), report)
     num_positions = config.schedule.max_model_len
     try:
@@ -56,56 +50,69 @@ def load_model(config: Config, report: Report | None = None) -> LlamaModel:
     return model
 
 
-def build_model(
-    config: Config, dtype: torch.dtype, check: Callable[[LlamaModel], None] | None = None
-) -> LlamaModel:
-    cls = model_class(config.model)
-    return build(lambda: cls(config.model), config.device.device, dtype, check)
+def build_model(config: Config, check: Callable[[Model], None] | None = None) -> Model:
+    return build(_maker(config.model), config.device, check)
 
 
-def describe_modules(config: Config) -> list[nn.Module]:
-    """The model and its draft head, without memory."""
-    with torch.device("meta"):
-        found: list[nn.Module] = [model_class(config.model)(config.model)]
-        if config.head is not None:
-            found.append(EagleHead(config.head))
-    return found
+def _maker(spec: ModelSpec) -> Callable[[], Model]:
+    return lambda: find_family(spec.architecture).build(spec)
+
+
+@functools.lru_cache(maxsize=16)
+def describe_model(spec: ModelSpec, device: DeviceConfig) -> Model:
+    """A model without memory."""
+    return on_meta(_maker(spec), device.dtype, device.weight_dtype)
+
+
+def count_parameters(spec: ModelSpec) -> int:
+    """Of a whole model."""
+    model = describe_model(spec, DeviceConfig("meta", "float32", "float32", "float32"))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def module_bytes(module: Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _empty_as(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def build(
-    make: Callable[[], Module],
-    device: str,
-    dtype: torch.dtype,
-    check: Callable[[Module], None] | None = None,
-) -> Module:
-    """A module in `dtype`, first without memory, then with memory on the device, not yet filled.
-
-    check: called in between
-    """
+def on_meta(
+    make: Callable[[], Built], dtype: str = "float32", weight_dtype: str | None = None
+) -> Built:
+    """A module without memory."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device("meta"):
             module = make()
     finally:
         torch.set_default_dtype(default)
+    store_matrices_as(cast(nn.Module, module), getattr(torch, weight_dtype or dtype))
+    return module
+
+
+def build(
+    make: Callable[[], Built], device: DeviceConfig, check: Callable[[Built], None] | None = None
+) -> Built:
+    """A module first without memory, then with memory on the device, not yet filled.
+
+    check: called in between
+    """
+    module = on_meta(make, device.dtype, device.weight_dtype)
     if check is not None:
         check(module)
     try:
         # As Module.to_empty does, whose empty_like of a meta tensor imports sympy: half a second.
-        empty = functools.partial(_empty_as, device=device)
-        return module._apply(empty).eval()
+        empty = functools.partial(_empty_as, device=device.device)
+        return cast(Built, cast(nn.Module, module)._apply(empty).eval())
     except RuntimeError as error:
         if not _lacks_memory(error):
             raise
-        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
         raise ConfigError(
-            f"the weights take {num_bytes / 2**30:.1f} GiB, which {device} has no room for: use a "
-            "smaller model, or a dtype of fewer bits"
+            f"the weights take {module_bytes(module) / 2**30:.1f} GiB, which {device.device} has "
+            "no room for: use a smaller model, or a weight_dtype of fewer bits"
         ) from error
 
 
@@ -116,7 +123,8 @@ def _lacks_memory(error: RuntimeError) -> bool:
 
 def _check_layers(spec: ModelSpec, reader: WeightReader) -> None:
     """Refuse a wrong number of layers before as many are made."""
-    matches = (_LAYER.match(name) for name in reader.names())
+    prefix = re.escape(find_family(spec.architecture).layer_prefix)
+    matches = (re.match(rf"{prefix}(\d{{1,9}})\.", name) for name in reader.names())
     num_layers = 1 + max((int(match[1]) for match in matches if match), default=-1)
     if num_layers != spec.num_layers:
         raise CheckpointError(
@@ -125,19 +133,16 @@ def _check_layers(spec: ModelSpec, reader: WeightReader) -> None:
         )
 
 
-def _check_weights(model: LlamaModel, reader: WeightReader) -> None:
+def _check_weights(model: Model, reader: WeightReader) -> None:
     stored = _stored(model, reader)
     slots = list(model.weight_slots())
     check_names({slot.name for slot in slots}, stored.keys(), "the checkpoint")
-    for name, view in slots:
-        check_shape(name, reader.shape(name), tuple(view.shape))
+    for slot in slots:
+        check_shape(slot.name, reader.shape(slot.name), slot.shape)
 
 
-def _stored(model: LlamaModel, reader: WeightReader) -> dict[str, str]:
-    found = {name for name in reader.names() if not _IGNORED.search(name)}
-    if model.lm_head.tied:
-        found.discard("lm_head.weight")
-    return {name: name for name in found}
+def _stored(model: Model, reader: WeightReader) -> dict[str, str]:
+    return {name: name for name in reader.names() if not model.is_derived(name)}
 
 
 def fill_slots(
@@ -149,11 +154,11 @@ def fill_slots(
     """Copy every tensor to its place; `stored` has the checkpoint's name for that of each slot."""
     total = sum(slot.view.numel() for slot in slots)
     done = 0
-    for name, view in slots:
-        shape = reader.shape(stored[name])
-        check_shape(stored[name], shape, tuple(view.shape))
-        view.copy_(reader.tensor(stored[name]))
-        done += view.numel()
+    for slot in slots:
+        name = stored[slot.name]
+        check_shape(name, reader.shape(name), slot.shape)
+        slot.fill(reader.tensor(name))
+        done += slot.view.numel()
         if report:
             report("loading weights", done, total)
 
@@ -185,7 +190,7 @@ def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
-def fill_dummy(module: nn.Module, device: torch.device, seed: int) -> None:
+def fill_dummy(module: Module, device: torch.device, seed: int) -> None:
     """Random matrices, norms of one, biases and whole numbers of zero; repeatable by seed."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, parameter in module.named_parameters():

@@ -13,7 +13,7 @@ from stoop.batch.input_batch import InputBatch
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.buffers import Buffer, Extent, Lifetime
 from stoop.graph.phases import Phase
-from stoop.models.eagle import EagleHead
+from stoop.models.base import DraftModel
 from stoop.ops import drafting as ops
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import NEVER, draw, greedy, temper_
@@ -30,7 +30,7 @@ _KV = "kv_cache *"
 
 
 class EagleSpeculator:
-    def __init__(self, setup: DraftSetup, head: EagleHead) -> None:
+    def __init__(self, setup: DraftSetup, head: DraftModel) -> None:
         spec, schedule = setup.config.spec, setup.config.schedule
         assert spec is not None and spec.head is not None
         self.setup = setup
@@ -38,7 +38,7 @@ class EagleSpeculator:
         self.num_tokens = spec.num_tokens
         self.coupled = spec.draft_sample_method == "coupled"
         self.max_reqs = schedule.max_num_seqs
-        self.position_limit = min(schedule.max_model_len, spec.head.decoder.max_position)
+        self.position_limit = min(schedule.max_model_len, spec.head.max_position)
         self._make_buffers(schedule.max_num_batched_tokens)
         shared = setup.buffers
         self.lane = DraftDecodeLane(
@@ -57,7 +57,7 @@ class EagleSpeculator:
             last_token_indices=zeros(self.max_reqs),
             room=zeros(self.max_reqs),
         )
-        size = self.head.spec.decoder.hidden_size
+        size = self.head.spec.hidden_size
         self.features = torch.zeros(
             self.max_reqs, size, dtype=self.setup.hidden.dtype, device=device
         )

@@ -2,19 +2,18 @@
 
 from collections.abc import Callable
 
-from torch import nn
-
+from stoop.models.base import DraftModel
 from stoop.spec.base import DraftSetup, Speculator
 from stoop.spec.eagle import EagleSpeculator
 from stoop.spec.ngram import NgramSpeculator
 
 # A method's drafter, made of what it shares with the target and of its draft model, if it has one.
-MakeSpeculator = Callable[[DraftSetup, nn.Module | None], Speculator]
+MakeSpeculator = Callable[[DraftSetup, DraftModel | None], Speculator]
 
 
-def _eagle(setup: DraftSetup, draft_model: nn.Module | None) -> Speculator:
+def _eagle(setup: DraftSetup, draft_model: DraftModel | None) -> Speculator:
     assert draft_model is not None
-    return EagleSpeculator(setup, draft_model)  # type: ignore[arg-type]
+    return EagleSpeculator(setup, draft_model)
 
 
 SPECULATORS: dict[str, MakeSpeculator] = {
@@ -24,6 +23,6 @@ SPECULATORS: dict[str, MakeSpeculator] = {
 }
 
 
-def make_speculator(setup: DraftSetup, draft_model: nn.Module | None) -> Speculator:
+def make_speculator(setup: DraftSetup, draft_model: DraftModel | None) -> Speculator:
     assert setup.config.spec is not None
     return SPECULATORS[setup.config.spec.method](setup, draft_model)

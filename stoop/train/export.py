@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stoop.config.errors import ConfigError
-from stoop.config.schema import HeadSpec
-from stoop.models.eagle import EagleHead
-from stoop.models.hf_config import read_json
-from stoop.models.loader import build
-from stoop.train.head import default_taps, trained
+from stoop.config.schema import DeviceConfig
+from stoop.models.config_reader import read_json
+from stoop.models.eagle import EagleSpec, default_taps
+from stoop.models.head_loader import build_head
+from stoop.models.head_source import TAPS
+from stoop.train.head import trained
 from stoop.train.vocabulary import Vocabulary
 from stoop.version import __version__
 
-TAPS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")
 # What a head shares with its target, named as in the target's own config.
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -30,7 +30,7 @@ _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_positi
 class Trained:
     """A head that is ready to be written down."""
 
-    spec: HeadSpec
+    spec: EagleSpec
     vocabulary: Vocabulary
     masters: dict[str, Tensor]
     target: str  # as the user named it
@@ -43,7 +43,7 @@ def export(found: Trained, folder: Path, layout: str, dtype: str, card: str) -> 
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout}: use {', '.join(LAYOUTS)} or both")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(found, getattr(torch, dtype))
+    tensors = _tensors(found, dtype)
     config = _speculators_config(found, dtype)
     if layout == "eagle":
         tensors = {name.replace("layers.0.", "midlayer."): each for name, each in tensors.items()}
@@ -55,9 +55,9 @@ def export(found: Trained, folder: Path, layout: str, dtype: str, card: str) -> 
     (folder / "README.md").write_text(card)
 
 
-def _tensors(found: Trained, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tensors(found: Trained, dtype: str) -> dict[str, Tensor]:
     """By canonical name, with the fused ones apart again."""
-    head = build(lambda: EagleHead(found.spec), "cpu", dtype)
+    head = build_head(found.spec, DeviceConfig.of("cpu", dtype))
     for name, parameter in trained(head).items():
         parameter.data.copy_(found.masters[name])
     tensors = {slot.name: slot.view.contiguous() for slot in head.weight_slots()}
@@ -89,7 +89,7 @@ def _layer_config(found: Trained) -> dict[str, Any]:
     return config | {"rope_theta": decoder.rope.theta}
 
 
-def _flags(spec: HeadSpec) -> dict[str, bool]:
+def _flags(spec: EagleSpec) -> dict[str, bool]:
     return {
         "norm_before_fc": spec.norm_before_fc,
         "fc_norm": spec.fc_norms,

@@ -8,7 +8,7 @@ from stoop.checkpoint.fetch import resolve_model
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
 from stoop.config.schema import Config
-from stoop.models.hf_config import read_model_spec
+from stoop.models.registry import read_model_spec
 from stoop.train.progress import Show, Teller, show_nothing
 from stoop.train.settings import Say, Settings
 from stoop.worker.device import find_device

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stoop.ops.dense import dense
 from stoop.ops.linear import logits_of
 
 CHUNK_VALUES = 2**26  # logits at a time
@@ -46,7 +47,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         size = max(1, CHUNK_VALUES // matrix.shape[0])
         for start in range(0, len(states), size):
             rows = slice(start, start + size)
-            logits = logits_of(states[rows], matrix)
+            logits = logits_of(states[rows], dense(matrix))
             best[rows] = logits.argmax(-1)
             p, weight = labels[index[rows]], weights[rows, None]
             lse = logits.logsumexp(-1, keepdim=True)

@@ -15,8 +15,8 @@ import torch
 
 from stoop.checkpoint.fetch import resolve_model
 from stoop.config.errors import ConfigError
-from stoop.models.hf_config import read_model_spec
 from stoop.models.loader import load_model
+from stoop.models.registry import read_model_spec
 from stoop.train.export import LAYOUTS, Trained, export, model_card, read_target_config
 from stoop.train.head import make_head_spec, new_head
 from stoop.train.interrupts import interruptible

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.core.outputs import SpecCounts
-from stoop.models.eagle import EagleHead
-from stoop.models.llama import LlamaModel
+from stoop.models.base import DraftModel, Model
 from stoop.train.acceptance import walk
 from stoop.train.files import written_aside
 from stoop.train.head import trained
@@ -58,8 +57,8 @@ class Documents:
 class Trainer:
     def __init__(
         self,
-        target: LlamaModel,
-        head: EagleHead,
+        target: Model,
+        head: DraftModel,
         vocabulary: Vocabulary,
         documents: Documents,
         settings: Settings,
@@ -68,7 +67,7 @@ class Trainer:
     ) -> None:
         self.target, self.head, self.documents = target, head, documents
         self.settings, self.record, self.folder = settings.train, record, record.folder
-        self.device = target.embed_tokens.weight.device
+        self.device = target.device
         self.draft_ids = None
         if not vocabulary.is_whole:
             self.draft_ids = torch.from_numpy(vocabulary.token_ids).to(self.device)
@@ -82,7 +81,7 @@ class Trainer:
             fused=self.device.type == "cuda",
         )
         self.identity = _identity(settings, documents, vocabulary) | {
-            "dtype": str(target.embed_tokens.weight.dtype).removeprefix("torch."),
+            "dtype": str(target.dtype).removeprefix("torch."),
             "target": target_digest,
         }
         self.batches = self._plan()

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoop.models.eagle import EagleHead
-from stoop.models.llama import LlamaModel
+from stoop.models.base import DraftModel, Model
 from stoop.ops.kernels.choice import without_kernels
 from stoop.train.attention import PackedContext, UnrolledContext
 from stoop.train.loss import soft_cross_entropy
@@ -40,9 +39,7 @@ class Unrolled:
 
 
 @torch.no_grad()
-def make_lesson(
-    target: LlamaModel, head: EagleHead, pack: Pack, draft_ids: Tensor | None
-) -> Lesson:
+def make_lesson(target: Model, head: DraftModel, pack: Pack, draft_ids: Tensor | None) -> Lesson:
     """draft_ids: [drafts] int64, the target's ids of what may be drafted; None: everything"""
     hidden, streams = target(
         pack.token_ids, pack.positions, PackedContext(pack.layout), head.spec.taps
@@ -61,10 +58,10 @@ def make_lesson(
     return Lesson(pack, torch.stack(streams, dim=1), torch.cat(labels), chosen, known)
 
 
-def unroll(head: EagleHead, lesson: Lesson) -> Unrolled:
+def unroll(head: DraftModel, lesson: Lesson) -> Unrolled:
     """As many passes as the pack has slots for."""
     pack = lesson.pack
-    matrix = (head.lm_head or head.target.lm_head).weight
+    matrix = head.output_head.weight
     found = Unrolled([], [], [], torch.zeros_like(pack.positions))
     with without_kernels():
         context = UnrolledContext(pack.layout)

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from stoop.config.errors import ConfigError, StoopError
-from stoop.core.state import DTYPE_BYTES
 from stoop.llm import LLM
 from stoop.text.prompts import read_prompts
 from stoop.train.answers import Share, make_data, read_inventions
@@ -29,6 +28,7 @@ from stoop.train.progress import Combined, Progress
 from stoop.train.settings import Deadline
 from stoop.train.shards import read_counts
 from stoop.worker.device import find_device
+from stoop.worker.memory import weight_bytes
 
 FREE_SHARE, TOTAL_SHARE = 0.85, 0.88  # of memory, for all workers; whichever is less
 WORK_BYTES = 4 * 2**30  # that a worker needs beside weights and KV
@@ -104,7 +104,7 @@ def _with_memory_shared(job: Job) -> Job:
     config = job.config()
     free, total = torch.cuda.mem_get_info(device)
     most = min(FREE_SHARE * free, free - (1 - TOTAL_SHARE) * total)
-    weights = config.model.num_params * DTYPE_BYTES[config.device.dtype]
+    weights = weight_bytes(config)
     room = int(most / data.workers) - weights - WORK_BYTES
     if room <= 0:
         raise ConfigError(

@@ -4,8 +4,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,8 +12,12 @@ from torch import Tensor
 
 from stoop.config.backends import backend_traits
 from stoop.config.errors import ConfigError, MemoryShortage
-from stoop.config.schema import Config, HeadSpec
+from stoop.config.schema import Config
 from stoop.core.state import DTYPE_BYTES, NULL_BLOCK, PagedState, RecurrentState, StateLayout
+from stoop.layers.stateful import StatefulLayer, stateful_layers
+from stoop.models.base import Module
+from stoop.models.head_loader import describe_head
+from stoop.models.loader import describe_model, module_bytes
 
 log = logging.getLogger(__name__)
 
@@ -25,21 +28,43 @@ CPU_KV_BYTES = 4 * GIB
 LayerState = Tensor | dict[str, Tensor]
 
 
-def check_room(config: Config, layout: StateLayout) -> None:
+def describe_states(config: Config, layers: Iterable[StatefulLayer]) -> StateLayout:
+    return StateLayout(
+        states=tuple(layer.state for layer in layers),
+        block_size=config.cache.block_size,
+        num_slots=config.schedule.max_num_seqs,
+        query_len=config.schedule.query_len,
+        dtype=config.device.kv_dtype,
+    )
+
+
+def _describe_modules(config: Config) -> list[Module]:
+    """The model and its draft head, without memory."""
+    found: list[Module] = [describe_model(config.model, config.device)]
+    if config.head is not None:
+        found.append(describe_head(config.head, config.device))
+    return found
+
+
+def check_room(config: Config) -> None:
     """Refuse, before anything is loaded, what cannot fit even if nothing else took memory.
 
     Left to itself, a CPU runs out of memory minutes later, and the system may then end the process
     without a word.
     """
-    weights, kv = weight_bytes(config), _least_state_bytes(config, layout)
+    modules = _describe_modules(config)
+    weights = sum(map(module_bytes, modules))
+    kv = _least_state_bytes(config, describe_states(config, stateful_layers(*modules)))
     if weights + kv <= _obtainable_bytes(config):
         return
     gc.collect()  # an engine that was dropped may still hold its memory
     room = _obtainable_bytes(config)
     here = f"the {room / GIB:.1f} GiB that are free on {config.device.device}"
-    in_dtype = f"the weights take {weights / GIB:.1f} GiB in {config.device.dtype}"
+    stored = config.device.weight_dtype
+    in_dtype = f"the weights take {weights / GIB:.1f} GiB in {stored}"
     if weights > room:
-        narrower = "" if DTYPE_BYTES[config.device.dtype] <= 2 else ", or dtype=bfloat16"
+        setting = "dtype" if stored == config.device.dtype else "weight_dtype"
+        narrower = "" if DTYPE_BYTES[stored] <= 2 else f", or {setting}=bfloat16"
         raise MemoryShortage(f"{in_dtype}, more than {here}", f"use a smaller model{narrower}")
     if weights + kv > room:
         given = config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None
@@ -50,17 +75,8 @@ def check_room(config: Config, layout: StateLayout) -> None:
 
 
 def weight_bytes(config: Config) -> int:
-    """Of the matrices of a model and of its head."""
-    size = DTYPE_BYTES[config.device.dtype]
-    return size * (config.model.num_params + (_head_params(config.head) if config.head else 0))
-
-
-def _head_params(head: HeadSpec) -> int:
-    decoder = head.decoder
-    layers = replace(decoder, vocab_size=0).num_params
-    own_lm_head = decoder.vocab_size * decoder.hidden_size if head.own_lm_head else 0
-    own_embedding = head.target_vocab_size * decoder.hidden_size if head.own_embedding else 0
-    return layers + own_lm_head + own_embedding
+    """Of a model and of its head."""
+    return sum(map(module_bytes, _describe_modules(config)))
 
 
 def _least_state_bytes(config: Config, layout: StateLayout) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.core.step import PlannedRow, RowResult, StepResult, TokenScores
-from stoop.models.llama import LlamaModel
+from stoop.models.base import Model
 from stoop.ops.sampling import score
 from stoop.sampling.verifier import Verdict
 
@@ -26,7 +26,7 @@ class ScoreReader:
     They are made here again from hidden states, outside the phases, so that no graph holds them.
     """
 
-    def __init__(self, model: LlamaModel, hidden: Tensor, history: Tensor) -> None:
+    def __init__(self, model: Model, hidden: Tensor, history: Tensor) -> None:
         self.model = model
         self.hidden = hidden  # [max_tokens, hidden_size]
         self.history = history  # [slots + 1, max_model_len]: tokens by slot

@@ -2,18 +2,16 @@
 
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoop.attention.base import AttentionSetup
 from stoop.attention.registry import make_backend, make_draft_backend
 from stoop.batch.staging import StagedWrites
 from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
-from stoop.core.state import StateLayout
 from stoop.core.step import PlannedRow, StepPlan, StepResult
 from stoop.graph.buffers import Buffer
 from stoop.graph.cuda import CudaGraphBackend
@@ -22,18 +20,24 @@ from stoop.graph.dispatch import BatchShape
 from stoop.graph.phases import HostCall, check_order
 from stoop.graph.tape import TapeBackend
 from stoop.layers.attention import Attention
-from stoop.layers.stateful import StatefulLayer, number_layers, stateful_layers
+from stoop.layers.stateful import number_layers, stateful_layers
 from stoop.model_state.base import ModelStateSetup
 from stoop.model_state.default import DefaultModelState
+from stoop.models.base import DraftModel, Model
 from stoop.models.head_loader import load_head
-from stoop.models.llama import LlamaModel
-from stoop.models.loader import describe_modules, load_model
+from stoop.models.loader import load_model
 from stoop.sampling.sampler import SamplingNeeds
 from stoop.spec.base import DraftSetup, Speculator
 from stoop.spec.registry import make_speculator
 from stoop.worker.device import prepare_device
 from stoop.worker.executor import PhaseExecutor, Step
-from stoop.worker.memory import allocate_states, check_room, count_kv_blocks, free_bytes
+from stoop.worker.memory import (
+    allocate_states,
+    check_room,
+    count_kv_blocks,
+    describe_states,
+    free_bytes,
+)
 from stoop.worker.output import LaunchedStep, Outcome, OutcomeRing, ScoreReader
 from stoop.worker.phases import step_phases
 from stoop.worker.profiling import follow_measured_products, measure_work_bytes
@@ -74,10 +78,11 @@ class ModelRunner:
         prepare_device(config.device.device, config.device.dtype)
         if self.device.type == "cuda":
             follow_measured_products(self.device)
-        check_room(config, describe_states(config, stateful_layers(*describe_modules(config))))
+        check_room(config)
         self.model = load_model(config, report)
         self.draft_model = _load_draft_model(config, self.model, report)
-        self.layers = stateful_layers(*filter(None, (self.model, self.draft_model)))
+        modules = (self.model, self.draft_model) if self.draft_model else (self.model,)
+        self.layers = stateful_layers(*modules)
         number_layers(self.layers)
         self.state_layout = describe_states(config, self.layers)
         self.target = Target(config, self.model, self.device)
@@ -235,26 +240,13 @@ class ModelRunner:
         return outcome
 
 
-def describe_states(config: Config, layers: Iterable[StatefulLayer]) -> StateLayout:
-    return StateLayout(
-        states=tuple(layer.state for layer in layers),
-        block_size=config.cache.block_size,
-        num_slots=config.schedule.max_num_seqs,
-        query_len=config.schedule.query_len,
-        dtype=config.device.dtype,
-    )
-
-
-def _load_draft_model(
-    config: Config, target: LlamaModel, report: Report | None
-) -> nn.Module | None:
+def _load_draft_model(config: Config, target: Model, report: Report | None) -> DraftModel | None:
     if config.spec is None or config.spec.head is None:
         return None
     return load_head(
         config.spec.head,
         config.spec.folder,
-        device=config.device.device,
-        dtype=config.device.dtype,
+        device=config.device,
         target=target,
         num_positions=config.schedule.max_model_len,
         dummy_seed=config.load.seed if config.load.dummy else None,

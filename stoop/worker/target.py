@@ -17,7 +17,7 @@ from stoop.graph.phases import AttentionState, Phase
 from stoop.graph.plan import GraphLimits, plan_graphs
 from stoop.layers.stateful import ForwardContext
 from stoop.model_state.base import ModelState
-from stoop.models.llama import LlamaModel
+from stoop.models.base import Model
 from stoop.ops.inputs import PADDING, TOKEN_BUFFERS, commit_tokens
 from stoop.sampling.sampler import Positions, Sampler
 from stoop.sampling.state import SamplingState
@@ -31,7 +31,7 @@ class Target:
     Phases I, C, V and U are functions over them; `phases` lists what each reads and writes.
     """
 
-    def __init__(self, config: Config, model: LlamaModel, device: torch.device) -> None:
+    def __init__(self, config: Config, model: Model, device: torch.device) -> None:
         schedule, dtype = config.schedule, getattr(torch, config.device.dtype)
         num_slots, max_tokens = schedule.max_num_seqs, schedule.max_num_batched_tokens
         self.model = model

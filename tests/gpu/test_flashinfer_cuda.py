@@ -14,8 +14,9 @@ from torch import Tensor
 
 from stoop import LLM, SamplingParams
 from stoop.attention.base import AttentionSetup, AttentionShape
-from stoop.attention.flashinfer import BLOCK_SIZES, FlashInferBackend
+from stoop.attention.flashinfer import FlashInferBackend
 from stoop.attention.reference import ReferenceBackend
+from stoop.attention.traits import FLASHINFER
 from stoop.batch.input_batch import InputBatch, InputBuffers
 from stoop.batch.request_state import RequestState
 from stoop.check import graphs as check
@@ -110,7 +111,7 @@ def assert_right(bench: Bench, rows: list[Row], out: Tensor, window: int | None 
     assert out.isfinite().all() and not out[num_tokens:].any()
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", FLASHINFER.block_sizes or ())
 @pytest.mark.parametrize("window", [None, *WINDOWS])
 def test_prompts_and_decodes_in_one_batch(block_size: int, window: int | None) -> None:
     rows = [Row(n, 1) for n in CONTEXTS] + [Row(n, 4, n % 4) for n in CONTEXTS]
@@ -135,7 +136,7 @@ def test_a_prompt_alone() -> None:
 
 @pytest.mark.parametrize("window", [None, *WINDOWS])
 @pytest.mark.parametrize("query_len", [1, 4, 9])
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", FLASHINFER.block_sizes or ())
 def test_a_graph_follows_its_plan(block_size: int, query_len: int, window: int | None) -> None:
     """Captured on padding, replayed on mixes of lengths: not a bit from what eager gives."""
     every = [Row(n, query_len, n % query_len) for n in CONTEXTS]

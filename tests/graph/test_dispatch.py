@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import BatchShape, Dispatcher, default_sizes
-from stoop.graph.manager import CapturedAttentionState, CudaGraphManager
+from stoop.graph.manager import CudaGraphManager
+from stoop.graph.phases import AttentionState, Phase
 from stoop.graph.plan import GraphLimits, plan_graphs
 from stoop.graph.support import GraphSupport
 from stoop.graph.tape import TapeBackend
+from stoop.spec.base import Pass
+from stoop.worker.executor import PhaseExecutor
 
 N, P, F, S = RunMode.NONE, RunMode.PIECEWISE, RunMode.FULL, RunMode.STEP
 GREEDY, NOISE, SAMPLING = SamplingKind.GREEDY, SamplingKind.NOISE, SamplingKind.FULL
@@ -447,30 +450,53 @@ class FakeWatch:
         raise NotImplementedError
 
 
-class DraftManager(CudaGraphManager):
-    name = "draft decode"
+class FakeLane:
+    """The target's lane, with sizes but no model."""
+
+    max_reqs = 8
+
+    def __init__(self, descriptors: list[BatchExecutionDescriptor], events: list[Any]) -> None:
+        self.descriptors = descriptors
+        self.events = events
+
+    def capture_state(self, descriptor: BatchExecutionDescriptor) -> AttentionState:
+        state = AttentionState(SimpleNamespace(), SimpleNamespace())
+        self.events.append(("prepare", descriptor, state))
+        return state
+
+    def context(self, metadata: Any) -> Any:
+        return metadata
+
+    def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
+        raise NotImplementedError
+
+
+class Captured(NamedTuple):
+    manager: CudaGraphManager
+    backend: "FakeBackend"
+    states: dict[BatchExecutionDescriptor, AttentionState]
 
 
 def capture_all(
     descriptors: list[BatchExecutionDescriptor],
-    make: type[CudaGraphManager] = CudaGraphManager,
     watched: bool = False,
-    **options: Any,
-) -> tuple[CudaGraphManager, FakeBackend, dict[BatchExecutionDescriptor, CapturedAttentionState]]:
+    title: str = "",
+    report: Any = None,
+) -> Captured:
+    """Every descriptor, by an executor with a single phase, which is a whole step too."""
     backend = FakeBackend()
-    manager = make(backend, descriptors, FakeWatch(backend.events) if watched else None)
+    lane = FakeLane(descriptors, backend.events)
+    watch = FakeWatch(backend.events) if watched else None
 
-    def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
-        assert not manager.capturing
-        slots = torch.zeros(descriptor.num_tokens, dtype=torch.int64)
-        state = CapturedAttentionState(SimpleNamespace(), slots, batch=SimpleNamespace())
-        backend.events.append(("prepare", descriptor, state))
-        return state
+    def run(made: Pass) -> None:
+        manager = executor.managers["C"]
+        backend.events.append(("run", made.context, manager.capturing))
 
-    def run(descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
-        backend.events.append(("run", descriptor, state, manager.capturing))
-
-    return manager, backend, manager.capture(prepare, run, **options)
+    phase = Phase("C", run, reads=set(), writes=set(), forward=True, title=title)
+    executor = PhaseExecutor([phase], lane, backend, watch)
+    executor.capture(report)
+    manager = executor.managers.get("C") or CudaGraphManager(backend, "C")
+    return Captured(manager, backend, executor.attn_states)
 
 
 ALL = [
@@ -485,8 +511,8 @@ ALL = [
 
 
 def test_pieces_are_captured_first_and_the_largest_before_the_smaller() -> None:
-    _, backend, states = capture_all(ALL)
-    order = [event[1] for event in backend.events if event[0] == "run" and event[3]]
+    manager, _, states = capture_all(ALL)
+    order = manager.descriptors
     assert [(d.mode is P, d.num_tokens) for d in order] == [
         (True, 64),
         (True, 8),
@@ -503,7 +529,7 @@ def test_pieces_are_captured_first_and_the_largest_before_the_smaller() -> None:
 def test_order_does_not_depend_on_the_order_of_descriptors() -> None:
     keys = []
     for descriptors in (ALL, ALL[::-1], sorted(ALL, key=str)):
-        _, _, states = capture_all(descriptors)
+        states = capture_all(descriptors).states
         keys.append([(d.mode is P, d.num_tokens) for d in states])
     assert keys[0] == keys[1] == keys[2]
 
@@ -518,9 +544,10 @@ def test_warm_up_has_a_state_of_its_own() -> None:
         assert (prepared[0], again[0], capture) == ("prepare", "prepare", "capture")
         assert prepared[2] is not again[2]
         assert prepared[2].metadata is not again[2].metadata
-        assert warm_up == ("run", descriptor, prepared[2], False)
-        assert captured == ("run", descriptor, again[2], True)
-        assert captured[2] is again[2] is states[descriptor]
+        assert warm_up == ("run", prepared[2].metadata, False)
+        if descriptor.mode is not P:  # layers between pieces run by the context of each replay
+            assert captured == ("run", again[2].metadata, True)
+        assert again[2] is states[descriptor]
 
 
 def test_replay_is_by_descriptor_with_its_context() -> None:
@@ -537,30 +564,30 @@ def test_replay_is_by_descriptor_with_its_context() -> None:
 
 
 def test_what_a_graph_reads_is_learnt_once_from_its_capture() -> None:
-    """Of pieces from the warm-up: the attention between them runs outside their capture."""
+    """Of pieces from the warm-up: stateful layers between them run outside their capture."""
     _, backend, states = capture_all(ALL, watched=True)
     learnt = [event[1] for event in backend.events if event[0] == "learn"]
-    assert learnt == [("", descriptor) for descriptor in states]
+    assert learnt == [("C", descriptor) for descriptor in states]
     for place, event in enumerate(backend.events):
         if event[0] == "learn":
             run = backend.events[place + 1]
             _, descriptor = event[1]
-            assert run[:2] == ("run", descriptor)
-            assert run[3] == (descriptor.mode is not P), "learnt from the wrong run"
+            assert run[0] == "run"
+            assert run[2] == (descriptor.mode is not P), "learnt from the wrong run"
 
 
 def test_a_watched_replay_is_checked_first_under_its_phases_name() -> None:
-    for make, part, label in (
-        (CudaGraphManager, "", ""),
-        (DraftManager, "", "draft decode, "),
-        (DraftManager, " 2", "draft decode 2, "),
+    for title, part, label in (
+        ("", "", ""),
+        ("draft decode", "", "draft decode, "),
+        ("draft decode", " 2", "draft decode 2, "),
     ):
-        manager, backend, states = capture_all(ALL, make, watched=True)
+        manager, backend, states = capture_all(ALL, watched=True, title=title)
         backend.events.clear()
         descriptor = next(iter(states))
         manager.replay(descriptor, "context", part=part)
         assert backend.events == [
-            ("check", (manager.name, descriptor), f"{label}{descriptor}"),
+            ("check", ("C", descriptor), f"{label}{descriptor}"),
             ("replay", 1, "context"),
         ]
 
@@ -582,14 +609,14 @@ def test_manager_holds_what_it_captured() -> None:
     manager, _, states = capture_all(ALL)
     assert all(manager.holds(replace(descriptor)) for descriptor in states)
     assert not manager.holds(BatchExecutionDescriptor(P, 999))
-    assert not CudaGraphManager(FakeBackend(), ALL).holds(ALL[0])
+    assert not CudaGraphManager(FakeBackend()).holds(ALL[0])
 
 
-def test_manager_dispatches_to_what_it_captured() -> None:
-    manager, _, states = capture_all(ALL)
-    assert manager.dispatch(BatchShape(3, 3, True, GREEDY)) in states
-    assert manager.dispatch(BatchShape(3, 3, True, GREEDY)) == step_graph(8, GREEDY)
-    assert manager.dispatch(BatchShape(3, 30, False, GREEDY)) == BatchExecutionDescriptor(P, 64)
+def test_what_was_captured_is_dispatched_to() -> None:
+    dispatcher, states = Dispatcher(ALL), capture_all(ALL).states
+    assert dispatcher.dispatch(BatchShape(3, 3, True, GREEDY)) in states
+    assert dispatcher.dispatch(BatchShape(3, 3, True, GREEDY)) == step_graph(8, GREEDY)
+    assert dispatcher.dispatch(BatchShape(3, 30, False, GREEDY)) == BatchExecutionDescriptor(P, 64)
 
 
 def test_progress_is_reported() -> None:
@@ -597,29 +624,23 @@ def test_progress_is_reported() -> None:
     capture_all(ALL, report=lambda *report: reports.append(report))
     assert [report[1:] for report in reports] == [(n, 7) for n in range(1, 8)]
     assert {report[0] for report in reports} == {"capturing graphs"}
-    reports.clear()
-    capture_all(ALL, DraftManager, report=lambda *report: reports.append(report))
-    assert {report[0] for report in reports} == {"capturing draft decode graphs"}
 
 
 def test_nothing_to_capture() -> None:
-    manager, backend, states = capture_all([])
+    _, backend, states = capture_all([])
     assert (states, backend.events) == ({}, [])
-    assert manager.dispatch(BatchShape(1, 1, True, GREEDY)).mode is N
+    assert Dispatcher([]).dispatch(BatchShape(1, 1, True, GREEDY)).mode is N
 
 
 def test_manager_is_not_capturing_after_an_error() -> None:
-    manager = CudaGraphManager(FakeBackend(), ALL)
+    manager = CudaGraphManager(FakeBackend())
 
-    def run(descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
+    def run(state: object) -> None:
         if manager.capturing:
             raise ValueError("in capture")
 
-    def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
-        return CapturedAttentionState(None, torch.zeros(1, dtype=torch.int64), batch=None)
-
     with pytest.raises(ValueError, match="in capture"):
-        manager.capture(prepare, run)
+        manager.capture(ALL[0], object, run)
     assert manager.capturing is False
 
 
@@ -627,23 +648,22 @@ def test_manager_is_not_capturing_after_an_error() -> None:
 def test_lazily_planned_metadata_is_planned_in_the_graph(shared: bool) -> None:
     """With the warm-up's state in the graph, the plan would be stale: the bug of PR 42444."""
     lengths, out = torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.int64)
-    slots = torch.zeros(3, dtype=torch.int64)
     plan = torch.zeros(3, dtype=torch.int64)  # persistent: nothing may escape a capture
-    warm = CapturedAttentionState({}, slots, batch=None)
+    warm = AttentionState(None, {})
 
-    def prepare(descriptor: BatchExecutionDescriptor) -> CapturedAttentionState:
-        return warm if shared else CapturedAttentionState({}, slots, batch=None)
+    def prepare() -> AttentionState:
+        return warm if shared else AttentionState(None, {})
 
-    def run(descriptor: BatchExecutionDescriptor, state: CapturedAttentionState) -> None:
+    def run(state: AttentionState) -> None:
         if "plan" not in state.metadata:
             plan.copy_(lengths.cumsum(0))
             state.metadata["plan"] = True
         out.copy_(plan)
 
     graph = BatchExecutionDescriptor(F, 3, 3, 1)
-    manager = CudaGraphManager(TapeBackend(), [graph])
+    manager = CudaGraphManager(TapeBackend())
     with torch.inference_mode():
-        manager.capture(prepare, run)
+        manager.capture(graph, prepare, run)
     lengths.copy_(torch.tensor([10, 10, 10]))
     manager.replay(graph)
     assert out.tolist() == ([1, 3, 6] if shared else [10, 20, 30])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stoop import LLM
-from stoop.config.schema import RopeSpec
-from stoop.models.llama import LlamaModel
+from stoop.layers.rope import RopeSpec
+from stoop.models.decoder import DecoderModel
 from support.checkpoints import ARCHITECTURES, WINDOW, WINDOWED
 from support.engines import MakeEngine
 from support.huggingface import (
@@ -25,7 +25,7 @@ PROMPTS = [make_prompt(length) for length in (17, 150, 300)]
 TIE_GAP = TIE_GAPS["float32"]
 
 
-def model_of(llm: LLM) -> LlamaModel:
+def model_of(llm: LLM) -> DecoderModel:
     return llm.engine.runner.model
 
 
@@ -37,18 +37,18 @@ def answers(references: ReferenceStore, name: str) -> list[Reference]:
     return [references.get(name).greedy(prompt, 16) for prompt in PROMPTS]
 
 
-def change_one_weight(model: LlamaModel) -> None:
+def change_one_weight(model: DecoderModel) -> None:
     model.layers[1].mlp.down_proj.weight.data[5, 7] += 4.0
 
 
-def zero_biases(model: LlamaModel) -> None:
+def zero_biases(model: DecoderModel) -> None:
     for key, parameter in model.named_parameters():
         if key.endswith("bias"):
             parameter.data.zero_()
 
 
-def plain_norms(which: str) -> Callable[[LlamaModel], None]:
-    def change(model: LlamaModel) -> None:
+def plain_norms(which: str) -> Callable[[DecoderModel], None]:
+    def change(model: DecoderModel) -> None:
         for key, parameter in model.named_parameters():
             if which in f".{key}":
                 parameter.data.fill_(1.0)
@@ -56,13 +56,13 @@ def plain_norms(which: str) -> Callable[[LlamaModel], None]:
     return change
 
 
-def plain_rope(model: LlamaModel) -> None:
+def plain_rope(model: DecoderModel) -> None:
     model.spec = dataclasses.replace(model.spec, rope=RopeSpec(model.spec.rope.theta))
     model.prepare(model.rotary.table.shape[1])
 
 
-def set_window(window: int | None) -> Callable[[LlamaModel], None]:
-    def change(model: LlamaModel) -> None:
+def set_window(window: int | None) -> Callable[[DecoderModel], None]:
+    def change(model: DecoderModel) -> None:
         for layer in model.layers:
             attention = layer.self_attn
             if attention.shape.window is not None:
@@ -71,7 +71,7 @@ def set_window(window: int | None) -> Callable[[LlamaModel], None]:
     return change
 
 
-CHANGES: list[tuple[str, str, Callable[[LlamaModel], None]]] = [
+CHANGES: list[tuple[str, str, Callable[[DecoderModel], None]]] = [
     *((name, "one-weight", change_one_weight) for name in ARCHITECTURES),
     *((name, "no-window", set_window(None)) for name in WINDOWED),
     *((name, "window-too-wide", set_window(WINDOW + 1)) for name in WINDOWED),
@@ -93,7 +93,7 @@ def test_wrong_model_is_noticed(
     references: ReferenceStore,
     make_engine: MakeEngine,
     name: str,
-    change: Callable[[LlamaModel], None],
+    change: Callable[[DecoderModel], None],
 ) -> None:
     wanted = answers(references, name)
     llm = make_engine(name, max_model_len=336, enable_prefix_caching=False)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from stoop.models.hf_config import read_model_spec
+from stoop.models.registry import read_model_spec
 from support.checkpoints import (
     ARCHITECTURES,
     WINDOW,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stoop import LLM, SamplingParams
+from stoop.bench.toy import write_head, write_target
 from stoop.checkpoint import shipped
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options
@@ -16,8 +17,7 @@ from stoop.engine import draft_costs, draft_trial
 from stoop.engine.choose_drafter import choose_drafter, choose_drafts, expand_auto
 from stoop.engine.draft_costs import CostStore, DraftCosts
 from stoop.engine.draft_trial import DraftTrial
-from stoop.models.hf_config import read_model_spec
-from stoop.models.toy import write_head, write_target
+from stoop.models.registry import read_model_spec
 from stoop.worker.runner import ModelRunner
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 2}

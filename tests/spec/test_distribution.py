@@ -21,7 +21,7 @@ from scipy import stats
 
 from stoop import LLM, SamplingParams
 from stoop.graph.descriptor import RunMode
-from stoop.models.hf_config import read_model_spec
+from stoop.models.registry import read_model_spec
 from stoop.ops import drafting, random, verification
 from stoop.ops.random import Purpose
 from stoop.ops.sampling import draw

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoop import LLM
+from stoop.bench import toy
 from stoop.checkpoint.weights import WeightReader
 from stoop.graph.descriptor import RunMode
-from stoop.models import toy
-from stoop.models.head_config import stored_names
+from stoop.models.head_source import stored_names
 from stoop.spec.eagle import EagleSpeculator
 from support.drafters import (
     GREEDY,

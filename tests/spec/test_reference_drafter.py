@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stoop.config.schema import HeadSpec, ModelSpec, RopeSpec
+from stoop.config.schema import ModelSpec
+from stoop.layers.rope import RopeSpec
+from stoop.models.decoder import DecoderSpec
+from stoop.models.eagle import EagleSpec
 from support.checkpoints import WINDOW, make_model
 from support.huggingface import make_exact
 from support.reference_drafter import ReferenceDrafter, TargetReference, first_best
@@ -25,7 +28,7 @@ TARGETS = (
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
 
 HIDDEN, DRAFTS, TARGET_VOCAB = 32, 24, 60
-DECODER = ModelSpec(
+DECODER = DecoderSpec(
     architecture="llama",
     vocab_size=DRAFTS,
     hidden_size=HIDDEN,
@@ -39,7 +42,7 @@ DECODER = ModelSpec(
     rope=RopeSpec(theta=10000.0),
     dtype="float64",
 )
-EAGLE3 = HeadSpec(
+EAGLE3 = EagleSpec(
     method="eagle3",
     decoder=DECODER,
     target_hidden_size=20,
@@ -48,7 +51,7 @@ EAGLE3 = HeadSpec(
     own_embedding=True,
     maps_vocabulary=True,
 )
-EAGLE1 = HeadSpec(
+EAGLE1 = EagleSpec(
     method="eagle",
     decoder=replace(DECODER, vocab_size=TARGET_VOCAB),
     target_hidden_size=HIDDEN,
@@ -85,7 +88,7 @@ def target_spec(config: Any) -> ModelSpec:
     else:
         kinds = getattr(config, "layer_types", None) or []
         windows = tuple(WINDOW if kind == "sliding_attention" else None for kind in kinds)
-    return ModelSpec(
+    return DecoderSpec(
         architecture=config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -113,7 +116,7 @@ def target_spec(config: Any) -> ModelSpec:
     )
 
 
-def head_tensors(spec: HeadSpec, seed: int = 0) -> dict[str, Tensor]:
+def head_tensors(spec: EagleSpec, seed: int = 0) -> dict[str, Tensor]:
     """Random float64 tensors under their canonical names, all that the head may have."""
     decoder, taps = spec.decoder, len(spec.taps)
     generator = torch.Generator().manual_seed(seed)
@@ -159,7 +162,7 @@ def head_tensors(spec: HeadSpec, seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-def make_drafter(spec: HeadSpec, **changed: Tensor) -> ReferenceDrafter:
+def make_drafter(spec: EagleSpec, **changed: Tensor) -> ReferenceDrafter:
     """changed: tensors by name, `__` for a dot"""
     generator = torch.Generator().manual_seed(99)
     shape = (spec.target_vocab_size, spec.target_hidden_size)
@@ -170,13 +173,13 @@ def make_drafter(spec: HeadSpec, **changed: Tensor) -> ReferenceDrafter:
     return ReferenceDrafter(spec, tensors, embedding, lm_head)
 
 
-def make_streams(spec: HeadSpec, count: int = len(TOKEN_IDS) - 1) -> Tensor:
+def make_streams(spec: EagleSpec, count: int = len(TOKEN_IDS) - 1) -> Tensor:
     generator = torch.Generator().manual_seed(7)
     shape = (count, *((len(spec.taps),) if spec.taps else ()), spec.target_hidden_size)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def logits_of(spec: HeadSpec, count: int = 1, **changed: Tensor) -> Tensor:
+def logits_of(spec: EagleSpec, count: int = 1, **changed: Tensor) -> Tensor:
     return make_drafter(spec, **changed).draft(TOKEN_IDS, make_streams(spec), count)[1]
 
 
@@ -212,7 +215,7 @@ def test_taps_come_in_the_order_asked_for() -> None:
     assert torch.equal(some, every[:, [3, 0]])
 
 
-def one_layer_target() -> tuple[PreTrainedModel, ModelSpec, dict[str, Tensor]]:
+def one_layer_target() -> tuple[PreTrainedModel, DecoderSpec, dict[str, Tensor]]:
     """transformers' model cut to its first layer, whose MLP still matters."""
     model = exact_model("llama3")
     model.model.layers = model.model.layers[:1]
@@ -230,7 +233,7 @@ def test_eagle3_head_that_ignores_embeddings_is_a_llama_layer() -> None:
     for name in "qkv":
         weight = tensors[f"{layer}self_attn.{name}_proj.weight"]
         tensors[f"{layer}self_attn.{name}_proj.weight"] = torch.cat((0 * weight, weight), dim=1)
-    spec = HeadSpec("eagle3", decoder, decoder.hidden_size, decoder.vocab_size, taps=(0,))
+    spec = EagleSpec("eagle3", decoder, decoder.hidden_size, decoder.vocab_size, taps=(0,))
     embedding = tensors["embed_tokens.weight"]
     drafter = ReferenceDrafter(spec, tensors, embedding, tensors["lm_head.weight"])
 
@@ -255,7 +258,7 @@ def test_eagle3_head_that_ignores_features_reads_the_next_token() -> None:
     for name in "qkv":
         weight = tensors[f"{layer}self_attn.{name}_proj.weight"]
         tensors[f"{layer}self_attn.{name}_proj.weight"] = torch.cat((weight, 0 * weight), dim=1)
-    spec = HeadSpec("eagle3", decoder, decoder.hidden_size, decoder.vocab_size, taps=(0,))
+    spec = EagleSpec("eagle3", decoder, decoder.hidden_size, decoder.vocab_size, taps=(0,))
     drafter = ReferenceDrafter(spec, tensors, embedding, tensors["lm_head.weight"])
 
     outputs, _ = drafter.run_slots(torch.zeros_like(entering), TOKEN_IDS[1:])
@@ -277,7 +280,7 @@ def test_eagle1_head_with_an_idle_first_layer_is_a_llama_layer() -> None:
     del tensors["layers.0.input_layernorm.weight"]  # EAGLE-1 has none
     eye = torch.eye(decoder.hidden_size, dtype=torch.float64)
     tensors["fc.weight"] = torch.cat((eye, 0 * eye), dim=1)
-    spec = HeadSpec(
+    spec = EagleSpec(
         "eagle", replace(decoder, num_layers=2), decoder.hidden_size, decoder.vocab_size
     )
     drafter = ReferenceDrafter(
@@ -435,7 +438,7 @@ def test_every_tensor_counts_or_is_not_read(name: str) -> None:
         assert moved == is_used(spec, key), key
 
 
-def is_used(spec: HeadSpec, key: str) -> bool:
+def is_used(spec: EagleSpec, key: str) -> bool:
     eagle3, decoder = spec.method == "eagle3", spec.decoder
     by_start = {
         "fc.bias": spec.fc_bias,
@@ -480,7 +483,7 @@ def test_ties_go_to_the_lowest_id() -> None:
         replace(EAGLE1, norm_output=True),
     ],
 )
-def test_open_or_contradictory_heads_are_refused(spec: HeadSpec) -> None:
+def test_open_or_contradictory_heads_are_refused(spec: EagleSpec) -> None:
     with pytest.raises(ValueError):
         make_drafter(spec)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stoop import LLM
-from stoop.models import toy
+from stoop.bench import toy
 from stoop.scheduler.block_pool import NULL_BLOCK
 from support.drafters import GREEDY, DrafterStore, Trace, make_spec_llm, pairwise, run
 

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stoop import LLM, SamplingParams
+from stoop.bench import toy
 from stoop.core.outputs import RequestOutput
 from stoop.core.step import StepPlan
-from stoop.models import toy
 from stoop.worker.output import LaunchedStep
 from support.checkpoints import CheckpointStore
 from support.engines import make_llm

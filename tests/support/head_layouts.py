@@ -11,17 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stoop.config.schema import HeadSpec, ModelSpec, RopeSpec
-from stoop.models.eagle import EagleHead
+from stoop.config.schema import DeviceConfig
+from stoop.layers.rope import RopeSpec
+from stoop.models.decoder import DecoderModel, DecoderSpec
+from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.head_loader import load_head
-from stoop.models.llama import LlamaModel
 from stoop.models.loader import build, fill_dummy
 
 VOCAB, DRAFT, SIZE, MLP, HEADS, KV, DIM, EPS = 40, 24, 32, 48, 4, 2, 8, 1e-5
 THETA = 5000.0
 TAPS = "eagle_aux_hidden_state_layer_ids"
 
-TARGET = ModelSpec(
+TARGET = DecoderSpec(
     architecture="LlamaForCausalLM",
     vocab_size=VOCAB,
     hidden_size=SIZE,
@@ -38,8 +39,8 @@ TARGET = ModelSpec(
 DECODER = dataclasses.replace(
     TARGET, num_layers=1, max_position=64, rope=RopeSpec(THETA), windows=(None,)
 )
-EAGLE1 = HeadSpec("eagle", DECODER, SIZE, VOCAB, own_lm_head=False)
-EAGLE3 = HeadSpec("eagle3", DECODER, SIZE, VOCAB, taps=(2, 3, 3))
+EAGLE1 = EagleSpec("eagle", DECODER, SIZE, VOCAB, own_lm_head=False)
+EAGLE3 = EagleSpec("eagle3", DECODER, SIZE, VOCAB, taps=(2, 3, 3))
 
 LAYER_CONFIG = {
     "model_type": "llama",
@@ -67,7 +68,7 @@ def speculators(kind: str, **changes: Any) -> Config:
     return {**top, "transformer_layer_config": LAYER_CONFIG, **changes}
 
 
-def layer_tensors(prefix: str, width: int, norms: tuple[str, ...], spec: ModelSpec) -> Config:
+def layer_tensors(prefix: str, width: int, norms: tuple[str, ...], spec: DecoderSpec) -> Config:
     size, qkv = spec.hidden_size, {"q": HEADS * DIM, "k": KV * DIM, "v": KV * DIM}
     shapes: dict[str, Any] = {
         **{f"self_attn.{name}_proj": (rows, width) for name, rows in qkv.items()},
@@ -85,7 +86,7 @@ def layer_tensors(prefix: str, width: int, norms: tuple[str, ...], spec: ModelSp
     return named
 
 
-def make_tensors(spec: HeadSpec, seed: int = 0) -> Tensors:
+def make_tensors(spec: EagleSpec, seed: int = 0) -> Tensors:
     """Random weights under canonical names, written from the published shapes."""
     size, vocab = spec.decoder.hidden_size, spec.decoder.vocab_size
     eagle3 = spec.method == "eagle3"
@@ -157,16 +158,16 @@ def write(
 @dataclasses.dataclass(frozen=True)
 class Layout:
     config: Config
-    spec: HeadSpec
+    spec: EagleSpec
     rename: Callable[[str], str] = keep
     pickled: bool = False
 
 
-def eagle3(**changes: Any) -> HeadSpec:
+def eagle3(**changes: Any) -> EagleSpec:
     return dataclasses.replace(EAGLE3, **changes)
 
 
-def decoder(**changes: Any) -> ModelSpec:
+def decoder(**changes: Any) -> DecoderSpec:
     return dataclasses.replace(DECODER, **changes)
 
 
@@ -306,14 +307,19 @@ def write_layout(folder: Path, layout: Layout) -> Tensors:
     return tensors
 
 
-def make_target(spec: ModelSpec = TARGET, dtype: torch.dtype = torch.float64) -> LlamaModel:
-    model = build(lambda: LlamaModel(spec), "cpu", dtype)
+def make_target(spec: DecoderSpec = TARGET, dtype: torch.dtype = torch.float64) -> DecoderModel:
+    model = build(lambda: DecoderModel(spec), DeviceConfig.of("cpu", str(dtype)[len("torch.") :]))
     fill_dummy(model, torch.device("cpu"), 7)
     return model
 
 
-def load(folder: Path, spec: HeadSpec, dtype: str = "float64", **changes: Any) -> EagleHead:
+def load(folder: Path, spec: EagleSpec, dtype: str = "float64", **changes: Any) -> EagleHead:
     target = changes.pop("target", None) or make_target(dtype=getattr(torch, dtype))
     return load_head(
-        spec, str(folder), device="cpu", dtype=dtype, target=target, num_positions=100, **changes
+        spec,
+        str(folder),
+        device=DeviceConfig.of("cpu", dtype),
+        target=target,
+        num_positions=100,
+        **changes,
     )

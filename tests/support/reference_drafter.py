@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stoop.config.schema import HeadSpec, ModelSpec, RopeSpec
+from stoop.layers.rope import RopeSpec
+from stoop.models.decoder import DecoderSpec
+from stoop.models.eagle import EagleSpec
 
 
 class ReferenceDrafter:
@@ -19,7 +21,7 @@ class ReferenceDrafter:
 
     def __init__(
         self,
-        spec: HeadSpec,
+        spec: EagleSpec,
         tensors: Mapping[str, Tensor],
         target_embedding: Tensor,
         target_lm_head: Tensor,
@@ -143,7 +145,7 @@ class TargetReference:
     """
 
     def __init__(
-        self, spec: ModelSpec, tensors: Mapping[str, Tensor], taps: Sequence[int] | None = None
+        self, spec: DecoderSpec, tensors: Mapping[str, Tensor], taps: Sequence[int] | None = None
     ) -> None:
         self.spec = spec
         self.taps = tuple(range(spec.num_layers + 1) if taps is None else taps)
@@ -166,7 +168,7 @@ class TargetReference:
 class Decoder:
     """Llama layers over one sequence whose positions are 0, 1, ..."""
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+    def __init__(self, spec: DecoderSpec, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         if spec.qk_norm:
             raise ValueError("the reference has no norms of queries and keys")
         self.spec = spec

@@ -21,7 +21,7 @@ from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightSlot, empty_parameter, prefixed
 from stoop.model_state.base import Metadata, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
-from stoop.models.llama import DecoderLayer, LlamaModel
+from stoop.models.llama import DecoderLayer, DecoderModel
 from stoop.ops.library import register
 from stoop.ops.rope import Rotation
 
@@ -169,7 +169,7 @@ class SummingLayer(DecoderLayer):
         yield from prefixed("running", self.running.weight_slots())
 
 
-class RunningSumModel(LlamaModel):
+class RunningSumModel(DecoderModel):
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
         windows = spec.windows or (None,) * spec.num_layers

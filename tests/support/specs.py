@@ -1,11 +1,12 @@
 """Models that exist as numbers only."""
 
-from stoop.config.schema import ModelSpec, RopeSpec
+from stoop.layers.rope import RopeSpec
+from stoop.models.decoder import DecoderSpec
 
 
-def tiny_spec() -> ModelSpec:
-    return ModelSpec(
-        architecture="llama",
+def tiny_spec() -> DecoderSpec:
+    return DecoderSpec(
+        architecture="LlamaForCausalLM",
         vocab_size=32,
         hidden_size=8,
         intermediate_size=16,

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stoop import SamplingParams
-from stoop.config.schema import HeadSpec
-from stoop.models.eagle import EagleHead
-from stoop.models.hf_config import read_model_spec
+from stoop.models.eagle import EagleHead, EagleSpec
+from stoop.models.registry import read_model_spec
 from stoop.train import stages
 from stoop.train.head import trained
 from stoop.train.job import Job
@@ -141,7 +140,7 @@ class NaivePasses:
     """Slot by slot, with a list of keys for each: no masks, no packs, no shifted tensors."""
 
     def __init__(self, head: EagleHead, target: Path, draft_ids: list[int]) -> None:
-        self.spec: HeadSpec = head.spec
+        self.spec: EagleSpec = head.spec
         self.weights = {
             name: weight.detach().clone().requires_grad_(True)
             for name, weight in trained(head).items()

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from stoop import SamplingParams
-from stoop.config.schema import HeadSpec
+from stoop.config.schema import DeviceConfig
 from stoop.core.outputs import SpecCounts
-from stoop.models.eagle import EagleHead
+from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.head_config import read_head_spec
 from stoop.models.head_loader import load_head
-from stoop.models.hf_config import read_model_spec
 from stoop.models.loader import load_model
+from stoop.models.registry import read_model_spec
 from stoop.train import unroll
 from stoop.train.acceptance import walk
 from stoop.train.head import make_head_spec
@@ -45,7 +45,7 @@ def load(job: Job, folder: Path) -> EagleHead:
     target = load_model(config)
     spec = read_head_spec(folder, config.model)
     return load_head(
-        spec, str(folder), device="cpu", dtype="float64", target=target, num_positions=64
+        spec, str(folder), device=DeviceConfig.of("cpu", "float64"), target=target, num_positions=64
     )
 
 
@@ -121,7 +121,7 @@ def test_the_log_says_what_the_engine_measures(trained: Job) -> None:
 def test_both_layouts_are_the_same_head(trained: Job) -> None:
     target = read_model_spec(Path(trained.target))
     folders = [trained.out / "head", trained.out / "head-speculators"]
-    specs: list[HeadSpec] = [read_head_spec(folder, target) for folder in folders]
+    specs: list[EagleSpec] = [read_head_spec(folder, target) for folder in folders]
     wanted = make_head_spec(target, trained.settings.head, training.DRAFTS)
     assert specs == [wanted, wanted]
     heads = [load(trained, folder) for folder in folders]

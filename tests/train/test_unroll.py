@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoop.config.schema import HeadSpec
-from stoop.models.eagle import EagleHead
-from stoop.models.llama import LlamaModel
+from stoop.models.decoder import DecoderModel
+from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.loader import load_model
 from stoop.train import attention, unroll
 from stoop.train.head import make_head_spec, new_head, trained
@@ -24,9 +23,9 @@ DECAY = 0.8
 CPU = torch.device("cpu")
 
 
-def make_head(target: LlamaModel, **changes: bool) -> EagleHead:
+def make_head(target: DecoderModel, **changes: bool) -> EagleHead:
     settings = HeadSettings(taps="3,0,1", **changes)
-    spec: HeadSpec = make_head_spec(target.spec, settings, len(DRAFT_IDS))
+    spec: EagleSpec = make_head_spec(target.spec, settings, len(DRAFT_IDS))
     head = new_head(spec, target, Vocabulary(DRAFT_IDS, training.VOCAB, 1.0), 100, seed=5)
     generator = torch.Generator().manual_seed(1)
     for weight in trained(head).values():  # norms of one would hide a wrong one
@@ -35,7 +34,7 @@ def make_head(target: LlamaModel, **changes: bool) -> EagleHead:
 
 
 @pytest.fixture(scope="module")
-def model(target: Path) -> LlamaModel:
+def model(target: Path) -> DecoderModel:
     return load_model(training.make_job(target, target).config())
 
 
@@ -46,7 +45,7 @@ def documents(seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def losses_and_grads(
-    head: EagleHead, model: LlamaModel, pack: Pack, passes: ModuleType = unroll
+    head: EagleHead, model: DecoderModel, pack: Pack, passes: ModuleType = unroll
 ) -> tuple[list[Tensor], list[Tensor]]:
     lesson = passes.make_lesson(model, head, pack, torch.from_numpy(DRAFT_IDS))
     found = passes.unroll(head, lesson)
@@ -74,7 +73,7 @@ def distance(
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": False}, {"fc_norm": False}])
 def test_losses_and_gradients_are_those_of_the_naive_passes(
-    model: LlamaModel, target: Path, flags: dict[str, bool]
+    model: DecoderModel, target: Path, flags: dict[str, bool]
 ) -> None:
     head = make_head(model, **flags)
     pack = make_pack(*documents(), training.PASSES, CPU)
@@ -92,7 +91,7 @@ SHIFTS = {
 
 
 @pytest.mark.parametrize("mutant", SHIFTS)
-def test_a_shift_by_one_is_noticed(model: LlamaModel, target: Path, mutant: str) -> None:
+def test_a_shift_by_one_is_noticed(model: DecoderModel, target: Path, mutant: str) -> None:
     head = make_head(model)
     pack = make_pack(*documents(), training.PASSES, CPU)
     wrong = training.mutated(unroll, *SHIFTS[mutant])
@@ -111,7 +110,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("mutant", PATTERNS)
 def test_a_wrong_attention_pattern_is_noticed(
-    model: LlamaModel, target: Path, mutant: str, monkeypatch: pytest.MonkeyPatch
+    model: DecoderModel, target: Path, mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = make_head(model)
     pack = make_pack(*documents(), training.PASSES, CPU)
@@ -120,7 +119,7 @@ def test_a_wrong_attention_pattern_is_noticed(
     assert distance(losses_and_grads(head, model, pack), naive(head, target)) > 1e-3
 
 
-def test_a_pack_is_its_documents_one_at_a_time(model: LlamaModel) -> None:
+def test_a_pack_is_its_documents_one_at_a_time(model: DecoderModel) -> None:
     head, passes = make_head(model), training.PASSES
     texts, prompt_lens = documents()
     together = unroll.make_lesson(model, head, make_pack(texts, prompt_lens, passes, CPU), None)

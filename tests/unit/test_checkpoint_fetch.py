@@ -19,7 +19,7 @@ import filelock
 import numpy as np
 import pytest
 
-from stoop.checkpoint import cache, embedded, fetch, gguf_config
+from stoop.checkpoint import cache, embedded, fetch, gguf_layout
 from stoop.checkpoint.embedded import EmbeddedModel, run_pip
 from stoop.checkpoint.fetch import EMBEDDED, pull, resolve_model
 from stoop.checkpoint.weights import WeightReader
@@ -453,8 +453,8 @@ def test_only_the_hub_has_revisions(tmp_path: Path) -> None:
 def test_short_floats_are_the_same_float32() -> None:
     for value in (1e-5, 1e-6, 10000.0, 500000.0, 0.1, 1 / 3):
         single = float(np.float32(value))
-        assert np.float32(gguf_config.shortest_float(single)) == np.float32(value)
-    assert gguf_config.shortest_float(float(np.float32(1e-5))) == 1e-5
+        assert np.float32(gguf_layout.shortest_float(single)) == np.float32(value)
+    assert gguf_layout.shortest_float(float(np.float32(1e-5))) == 1e-5
 
 
 @pytest.mark.model

@@ -26,7 +26,12 @@ READ = """
 import sys
 from pathlib import Path
 from stoop.checkpoint.gguf import convert_gguf, converted_bytes
+from stoop.checkpoint.gguf_layout import register_layout
 from stoop.config.errors import CheckpointError
+from stoop.models.decoder_gguf import decoder_config, decoder_layout
+# As models/llama.py does; to import that brings torch, which takes too much memory itself.
+config = lambda file: decoder_config(file, "LlamaForCausalLM", "llama")
+register_layout(decoder_layout("llama", config, paired=True))
 for name in sys.argv[1:]:
     for action in (converted_bytes, lambda path: convert_gguf(path, path.with_suffix(".out"))):
         try:

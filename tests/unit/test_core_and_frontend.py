@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from byte_tokenizer import write_tokenizer
-from helpers import make_rules
 
 from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta, EngineRequest
@@ -26,6 +24,8 @@ from stoop.engine.frontend import Frontend
 from stoop.scheduler import prefix_cache
 from stoop.text.detokenize import GrowingText
 from stoop.text.tokenizer import Tokenizer
+from support.byte_tokenizer import write_tokenizer
+from support.scheduling import make_rules
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 LIMIT = 4096

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stoop.attention.base import AttentionShape
 from stoop.config.errors import CheckpointError
-from stoop.config.schema import HeadSpec
-from stoop.models.eagle import EagleHead
-from stoop.models.head_config import canonical_names, read_head_spec
-from stoop.models.llama import LlamaModel
+from stoop.models.decoder import DecoderModel
+from stoop.models.eagle import EagleHead, EagleSpec
+from stoop.models.head_config import read_head_spec
+from stoop.models.head_source import canonical_names
 from stoop.ops.rope import HeadNorms, Rotation
 from stoop.ops.rope import rotate as turn_heads
 from support.head_layouts import (
@@ -135,7 +135,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 class Plain:
     """A head written out tensor by tensor."""
 
-    def __init__(self, tensors: Tensors, spec: HeadSpec, target: LlamaModel) -> None:
+    def __init__(self, tensors: Tensors, spec: EagleSpec, target: DecoderModel) -> None:
         self.w = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
         self.spec = spec
         self.embedding = self.w.get("embed_tokens.weight", target.embed_tokens.weight)
@@ -214,7 +214,7 @@ COMPUTED = {
 }
 
 
-def config_of(spec: HeadSpec) -> Config:
+def config_of(spec: EagleSpec) -> Config:
     layers = {
         "hidden_size": spec.decoder.hidden_size,
         "head_dim": DIM,
@@ -231,7 +231,7 @@ def config_of(spec: HeadSpec) -> Config:
     return flat(**layers, **flags, draft_vocab_size=spec.decoder.vocab_size)
 
 
-def run_twice(head: Any, spec: HeadSpec, forward: Callable[..., Any]) -> list[Tensor]:
+def run_twice(head: Any, spec: EagleSpec, forward: Callable[..., Any]) -> list[Tensor]:
     """What a head gives for a sequence, and then for its own features."""
     generator = torch.Generator().manual_seed(3)
     streams = [torch.randn(9, SIZE, generator=generator).double() for _ in range(3)]
@@ -244,7 +244,7 @@ def run_twice(head: Any, spec: HeadSpec, forward: Callable[..., Any]) -> list[Te
 
 
 @pytest.mark.parametrize("spec", COMPUTED.values(), ids=COMPUTED)
-def test_a_loaded_head_computes_what_the_papers_say(tmp_path: Path, spec: HeadSpec) -> None:
+def test_a_loaded_head_computes_what_the_papers_say(tmp_path: Path, spec: EagleSpec) -> None:
     tensors = make_tensors(spec)
     write(tmp_path, config_of(spec), tensors)
     assert read_head_spec(tmp_path, TARGET) == spec
@@ -334,7 +334,7 @@ def test_a_stored_lm_head_goes_before_a_tied_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", COMPUTED.values(), ids=COMPUTED)
 @pytest.mark.parametrize("index", [None, [3, 0, 3]])
 def test_taken_rows_are_finished_ones(
-    tmp_path: Path, spec: HeadSpec, index: list[int] | None
+    tmp_path: Path, spec: EagleSpec, index: list[int] | None
 ) -> None:
     write(tmp_path, config_of(spec), make_tensors(spec))
     head = load(tmp_path, spec)

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
-from stoop.config.schema import HeadSpec
+from stoop.config.schema import DeviceConfig
+from stoop.models.eagle import EagleSpec
 from stoop.models.head_config import read_head_spec
 from stoop.models.head_loader import load_head
 from support.head_layouts import (
@@ -262,7 +263,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, kind: str, harm: Harm, sen
 @pytest.mark.parametrize(
     ("spec", "asked"), [(EAGLE1, "eagle3"), (EAGLE3, "eagle")], ids=["eagle", "eagle3"]
 )
-def test_another_method_than_asked_is_refused(tmp_path: Path, spec: HeadSpec, asked: str) -> None:
+def test_another_method_than_asked_is_refused(tmp_path: Path, spec: EagleSpec, asked: str) -> None:
     write(tmp_path, flat(), make_tensors(spec))
     sentence = f"method '{asked}' is asked for, but the head in {tmp_path} is '{spec.method}'"
     with pytest.raises(ConfigError, match=re.escape(sentence)):
@@ -328,7 +329,7 @@ DUMMIES = {
 
 @pytest.mark.parametrize(("config", "method", "spec"), DUMMIES.values(), ids=DUMMIES)
 def test_a_dummy_needs_its_config_alone(
-    tmp_path: Path, config: Config, method: str | None, spec: HeadSpec
+    tmp_path: Path, config: Config, method: str | None, spec: EagleSpec
 ) -> None:
     write_config(tmp_path, config)
     assert read_head_spec(tmp_path, TARGET, method, dummy=True) == spec
@@ -337,8 +338,7 @@ def test_a_dummy_needs_its_config_alone(
         load_head(
             spec,
             None,
-            device="cpu",
-            dtype="float64",
+            device=DeviceConfig.of("cpu", "float64"),
             target=target,
             num_positions=32,
             dummy_seed=seed,

@@ -77,6 +77,22 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.parametrize("name", ["weight_dtype", "kv_cache_dtype"])
+def test_weights_and_cache_have_a_dtype_of_their_own(name: str) -> None:
+    field = {"weight_dtype": "weight_dtype", "kv_cache_dtype": "kv_dtype"}[name]
+    for dtype in ("float32", "bfloat16"):
+        assert getattr(resolved(dtype=dtype).device, field) == dtype
+    device = resolved(dtype="float32", **{name: "bf16"}).device
+    assert (device.dtype, getattr(device, field)) == ("float32", "bfloat16")
+    assert sorted((device.weight_dtype, device.kv_dtype)) == ["bfloat16", "float32"]
+    assert getattr(resolved(dtype="float32", **{name: torch.float16}).device, field) == "float16"
+    with pytest.raises(ConfigError, match=rf"{name}='int4': use auto, float64, float32, bfloat"):
+        make_options("x", {name: "int4"})
+    for word in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        with pytest.raises(ConfigError, match=rf"{name}='{word}' is not supported: .* in 8 bits"):
+            make_options("x", {name: word})
+
+
 @pytest.mark.parametrize(("name", "value", "advice"), REFUSED)
 def test_what_would_matter_is_refused_by_name(name: str, value: Any, advice: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}=.* is not supported: .*{advice}") as refusal:

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 import ship_head
+from stoop.bench.toy import write_target
 from stoop.checkpoint import shipped
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.fingerprint import take_fingerprint
-from stoop.checkpoint.gguf import LAYER_NAMES, OUTER_NAMES
 from stoop.checkpoint.shipped import SHIPPED, acceptance_lengths, shipped_head
 from stoop.checkpoint.weights import WeightReader
-from stoop.models.toy import write_target
+from stoop.models.decoder_gguf import LAYER_NAMES, OUTER_NAMES
 
 
 def row(

@@ -10,7 +10,7 @@ import pytest
 
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options, resolve
-from stoop.config.schema import HeadSpec, SpecConfig
+from stoop.config.schema import SpecConfig
 from stoop.config.speculation import (
     MAX_DRAFTS,
     METHODS,
@@ -18,6 +18,7 @@ from stoop.config.speculation import (
     parse_speculation,
     settle_speculation,
 )
+from stoop.models.eagle import EagleSpec
 from support.specs import tiny_spec
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -25,8 +26,8 @@ HEAD = {"model": "folder", "num_speculative_tokens": 3}
 SYNTHETIC = {**HEAD, "rejection_sample_method": "synthetic"}
 
 
-def head_spec(method: Any = "eagle3") -> HeadSpec:
-    return HeadSpec(method, tiny_spec(), target_hidden_size=8, target_vocab_size=32)
+def head_spec(method: Any = "eagle3") -> EagleSpec:
+    return EagleSpec(method, tiny_spec(), target_hidden_size=8, target_vocab_size=32)
 
 
 def settle(given: Any, proposed: int | None = None) -> SpecConfig:

@@ -14,9 +14,10 @@ from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.shipped import shipped_head
 from stoop.config.errors import CheckpointError, ConfigError, StoopError
 from stoop.config.resolve import make_options, resolve
-from stoop.models.head_config import proposed_drafts, read_head_spec
-from stoop.models.hf_config import read_model_spec
+from stoop.models.head_config import read_head_spec
+from stoop.models.head_source import proposed_drafts
 from stoop.models.loader import load_model
+from stoop.models.registry import read_model_spec
 from stoop.text.tokenizer import Tokenizer
 from support.byte_tokenizer import write_tokenizer
 from support.checkpoints import edit_json, make_model

@@ -32,8 +32,8 @@ from stoop.ops.library import register
 INTERPRETED = triton.knobs.runtime.interpret
 AHEAD_BYTES = 32 * 1024  # of weights that a program asks for before its inputs are there
 MAX_WAITING = 1024  # programs, more or less, that a GPU holds at a time
-# Where memory is idle until the inputs are there, all of a weight is asked for, if the second-level
-# cache holds it: by so many programs, which start early.
+# With `prefetch_weight`, all of a weight that the second-level cache holds is loaded before the
+# inputs are there, by so many programs, which start early.
 WHOLE_BYTES = 16 * 2**20
 MAX_SHARES = 256
 AT_START = tl.constexpr(linear_choice.AT_START)
@@ -245,12 +245,12 @@ def launch(
     norm: tuple[Tensor | None, float] = (None, 0.0),
     residual: Tensor | None = None,
     gated: bool = False,
-    idle: bool = False,
+    prefetch_weight: bool = False,
 ) -> None:
     """All tensors contiguous.
 
     norm: its weight and epsilon, or no weight for none
-    idle: nothing else reads much memory until x is there
+    prefetch_weight: load all of the weight before x is ready
     """
     num_tokens, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -261,7 +261,7 @@ def launch(
     block_t = tiling.block_t(num_tokens)
     grid = triton.cdiv(num_outputs, outputs), triton.cdiv(num_tokens, block_t)
     step, options = tiling.ways * tiling.block_k, overlapping(x)
-    ahead, shares = _ahead(weight, tiling.rows, grid, idle) if options["PDL"] else (0, 0)
+    ahead, shares = _ahead(weight, tiling.rows, grid, prefetch_weight) if options["PDL"] else (0, 0)
     kernel = _linear_kernel[grid](
         x, weight, bias, x if norm[0] is None else norm[0], residual, out,
         num_tokens, num_outputs, num_inputs, norm[1], NORM=norm[0] is not None,
@@ -283,13 +283,13 @@ def _division(dot: bool, block_t: int) -> int:
     return BALANCED if block_t == 8 else SHARED_FIRST
 
 
-def _ahead(weight: Tensor, rows: int, grid: tuple[int, int], idle: bool) -> tuple[int, int]:
+def _ahead(weight: Tensor, rows: int, grid: tuple[int, int], whole: bool) -> tuple[int, int]:
     """Bytes to ask for while the inputs are waited for: of each row of a program, and 0; or of the
     whole weight, and how many programs share in that."""
     row_bytes = weight.shape[1] * weight.dtype.itemsize
     if row_bytes % 16 != 0 or weight.data_ptr() % 16 != 0:
         return 0, 0
-    if idle:
+    if whole:
         return min(weight.nbytes, WHOLE_BYTES), min(grid[0], MAX_SHARES)
     if grid[0] * grid[1] > MAX_WAITING:  # they do not all start early
         return 0, 0
@@ -311,16 +311,23 @@ def skinny_linear_(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
 
 
 @register(
-    "linear_add_(Tensor x, Tensor weight, Tensor? bias, Tensor residual, bool idle, "
-    "Tensor(a!) out) -> ()"
+    "linear_add_(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
+    "bool prefetch_weight, Tensor(a!) out) -> ()"
 )
 def linear_add_(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, idle: bool, out: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    prefetch_weight: bool,
+    out: Tensor,
 ) -> None:
     """out = residual + x @ weight.T + bias, rounded once. out must not be the residual."""
     assert residual.is_contiguous() and residual.shape == out.shape
     tiling = _tiling("add", x, weight)
-    launch(x, weight, out, tiling, bias=bias, residual=residual, idle=idle)
+    launch(
+        x, weight, out, tiling, bias=bias, residual=residual, prefetch_weight=prefetch_weight
+    )  # fmt: skip
 
 
 @register(
@@ -367,10 +374,10 @@ def skinny_linear(
 
 
 def linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, idle: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, prefetch_weight: bool = False
 ) -> Tensor:
     out = torch.empty_like(residual)
-    linear_add_(x, weight, bias, residual, idle, out)
+    linear_add_(x, weight, bias, residual, prefetch_weight, out)
     return out
 
 

@@ -1,0 +1,110 @@
+"""Values of a checkpoint's `config.json`, each checked, with nothing guessed.
+
+Reads the layout of transformers 4 (`torch_dtype`) and of 5 (`dtype`).
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from stoop.config.errors import CheckpointError
+from stoop.config.schema import DTYPES
+
+# Far above what any model has. A damaged config must not make us allocate memory by its numbers.
+MAX_SIZE = 1 << 24
+MAX_LAYERS = 1024
+MAX_SHOWN = 80  # characters of a value in an error message
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}: is it a model folder?") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): check the file") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): fetch it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object: fetch it again")
+    return content
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, which stays one sentence however long the value is."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+class Reader:
+    """Values of a config, each checked; null counts as missing."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def whole(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise CheckpointError(
+                f"config.json has {key}={shown(value)} where a whole number from 1 to {most} is "
+                "needed: fix the config or fetch it again"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key)
+        return as_number(key, default if value is None else value, positive=False)
+
+    def flag(self, key: str) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(
+                f"config.json has {key}={shown(value)} where true or false is needed: fix the "
+                "config or fetch it again"
+            )
+        return bool(value)
+
+
+def as_number(name: str, value: Any, positive: bool = True) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            number = math.inf
+        if math.isfinite(number) and (number > 0 or (number == 0 and not positive)):
+            return number
+    kind = "a positive number" if positive else "a number of at least 0"
+    raise CheckpointError(
+        f"config.json has {name}={shown(value)} where {kind} is needed: fix the config or fetch it "
+        "again"
+    )
+
+
+def checkpoint_dtype(config: dict[str, Any]) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"config.json has dtype {shown(dtype)}: stoop loads {', '.join(DTYPES)}"
+        )
+    return dtype
+
+
+def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-text tokens: the generation config's if it has them, else the model's."""
+    generation = folder / "generation_config.json"
+    value = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    return token_ids("eos_token_id", value)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise CheckpointError(
+            f"{name} is {shown(value)} where token ids are needed: fix the config"
+        )
+    return tuple(ids)

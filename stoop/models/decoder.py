@@ -1,0 +1,190 @@
+"""The decoder that the Llama-like families share: Llama, SmolLM2, Mistral, Qwen2 and Qwen3.
+
+They differ in biases, norms of q and k, windows and rotary scaling, all of which `DecoderSpec`
+spells out; so they are one model. It knows nothing of requests, graphs or speculation.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stoop.config.schema import ModelSpec
+from stoop.layers.attention import Attention
+from stoop.layers.embedding import Embedding, OutputHead
+from stoop.layers.linear import FusedLinear
+from stoop.layers.norm import RMSNorm
+from stoop.layers.rope import RopeSpec, RotaryTable
+from stoop.layers.stateful import ForwardContext
+from stoop.layers.weights import WeightSlot, prefixed
+from stoop.model_state.base import ModelState, ModelStateSetup
+from stoop.model_state.default import DefaultModelState
+from stoop.models.base import parameter_bytes
+from stoop.ops.norm import rms_norm_into
+from stoop.ops.rope import Rotation
+
+# Derived values that some checkpoints carry along.
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec(ModelSpec):
+    """A dense decoder of the Llama kind, with every convention spelled out."""
+
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # [num_layers] sliding window, None for full attention
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        sizes = (spec.intermediate_size, spec.intermediate_size)
+        self.gate_up_proj = FusedLinear(
+            ("gate_proj", "up_proj"), spec.hidden_size, sizes, spec.mlp_bias
+        )
+        self.down_proj = FusedLinear(
+            ("down_proj",), spec.intermediate_size, (spec.hidden_size,), spec.mlp_bias
+        )
+
+    def forward(self, stream: Tensor, norm: RMSNorm) -> Tensor:
+        return self.down_proj.onto(self.gate_up_proj.gated_of_norm(stream, norm), stream)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield from self.gate_up_proj.weight_slots()
+        yield from self.down_proj.weight_slots()
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: DecoderSpec, window: int | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec, window=window)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(
+        self, stream: Tensor, rotation: Rotation, ctx: ForwardContext, keep: bool = False
+    ) -> Tensor:
+        """keep: the stream is used later, too"""
+        stream = self.self_attn(stream, self.input_layernorm, stream, rotation, ctx, keep)
+        return self.mlp(stream, self.post_attention_layernorm)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield from prefixed("input_layernorm", self.input_layernorm.weight_slots())
+        yield from prefixed("self_attn", self.self_attn.weight_slots())
+        yield from prefixed(
+            "post_attention_layernorm", self.post_attention_layernorm.weight_slots()
+        )
+        yield from prefixed("mlp", self.mlp.weight_slots())
+
+
+class DecoderModel(nn.Module):
+    """A `Model`: see models/base.py."""
+
+    layer_class = DecoderLayer
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        windows = spec.windows or (None,) * spec.num_layers
+        self.layers = nn.ModuleList(self.layer_class(spec, window) for window in windows)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = OutputHead(
+            spec.vocab_size,
+            spec.hidden_size,
+            self.embed_tokens if spec.tie_word_embeddings else None,
+        )
+        self.rotary: RotaryTable | None = None
+
+    def prepare(self, num_positions: int) -> None:
+        """Make what is derived rather than loaded: the rotary table, on the weights' device."""
+        self.rotary = RotaryTable(
+            self.spec.rope,
+            self.spec.head_dim,
+            num_positions,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of computation. Matrices may be stored in another."""
+        return self.norm.weight.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        ctx: ForwardContext,
+        taps: Sequence[int] = (),
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states, in `out` if
+        given.
+
+        Returned with them: the residual stream as it enters each layer of `taps`, or, for the
+        number of layers, as it leaves the last one.
+        """
+        assert self.rotary is not None, "call prepare() first"
+        rotation = self.rotary.at(positions)
+        stream = self.embed(input_ids)
+        streams: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            tapped = index in taps
+            if tapped:
+                streams[index] = stream
+            stream = layer(stream, rotation, ctx, keep=tapped)
+        streams[len(self.layers)] = stream
+        if out is None:
+            out = self.norm(stream)
+        else:
+            rms_norm_into(stream, self.norm.weight, self.norm.eps, out)
+        return out, [streams[tap] for tap in taps]
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """What enters the first layer. [tokens] to [tokens, hidden_size]"""
+        embedded: Tensor = self.embed_tokens(input_ids)
+        return embedded
+
+    def make_model_state(self, setup: ModelStateSetup) -> ModelState:
+        return DefaultModelState(setup)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] to [n, vocab_size], in float32 or better."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every tensor that a Hugging Face checkpoint of this model must have."""
+        yield from prefixed("model.embed_tokens", self.embed_tokens.weight_slots())
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from prefixed(f"model.layers.{index}", layer.weight_slots())
+        yield from prefixed("model.norm", self.norm.weight_slots())
+        yield from prefixed("lm_head", self.lm_head.weight_slots())
+
+    def is_derived(self, name: str) -> bool:
+        """Whether a checkpoint's tensor follows from others, and is not loaded."""
+        return bool(_DERIVED.search(name)) or (self.lm_head.tied and name == "lm_head.weight")
+
+    def bytes_read(self) -> int:
+        """A step looks up a few rows of the embedding; all of it is read as a tied LM head only."""
+        unread = 0 if self.lm_head.tied else parameter_bytes(self.embed_tokens)
+        return parameter_bytes(self) - unread

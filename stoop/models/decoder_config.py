@@ -1,0 +1,139 @@
+"""A `config.json` in the layout of the Llama-like families into a `DecoderSpec`.
+
+What families share is read here; what differs between them is an argument, decided in each family's
+own file.
+"""
+
+from typing import Any
+
+from stoop.config.errors import CheckpointError
+from stoop.models.config_reader import (
+    MAX_LAYERS,
+    MAX_SHOWN,
+    MAX_SIZE,
+    Reader,
+    checkpoint_dtype,
+    shown,
+    token_ids,
+)
+from stoop.models.decoder import DecoderSpec
+from stoop.models.rope_config import reach, read_rope
+
+# What transformers assumes of a windowed architecture whose config does not say.
+DEFAULT_WINDOW = 4096
+
+Windows = tuple[int | None, ...]
+
+
+def read_decoder_spec(
+    config: dict[str, Any],
+    architecture: str,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    windows: Windows = (),
+) -> DecoderSpec:
+    """windows: a layer's each, or none for full attention everywhere"""
+    _refuse_unsupported(config)
+    reader = Reader(config)
+    num_heads = reader.whole("num_attention_heads")
+    hidden_size = reader.whole("hidden_size")
+    head_dim = reader.whole("head_dim", default=hidden_size // num_heads)
+    num_layers = read_num_layers(config)
+    max_position = reader.whole("max_position_embeddings")
+    num_kv_heads = reader.whole("num_key_value_heads", default=num_heads)
+    rope = read_rope(config, max_position, head_dim)
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    return DecoderSpec(
+        architecture=architecture,
+        vocab_size=reader.whole("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.whole("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
+        max_position=reach(rope, max_position),
+        rope=rope,
+        dtype=checkpoint_dtype(config),
+        tie_word_embeddings=reader.flag("tie_word_embeddings"),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        windows=windows or (None,) * num_layers,
+        bos_token_id=next(iter(token_ids("bos_token_id", config.get("bos_token_id"))), None),
+    )
+
+
+def read_num_layers(config: dict[str, Any]) -> int:
+    return Reader(config).whole("num_hidden_layers", most=MAX_LAYERS)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if head_dim % 2:
+        raise CheckpointError(f"config.json has head_dim={head_dim}: rotary needs an even one")
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json has {num_heads} heads over {num_kv_heads} key-value heads, which does "
+            "not divide: mend the config"
+        )
+    if num_heads * head_dim > MAX_SIZE:
+        raise CheckpointError(
+            f"config.json has {num_heads} heads of {head_dim} values, more than the {MAX_SIZE} "
+            "that stoop supports: fix the config or fetch it again"
+        )
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        named = isinstance(quantization, dict)
+        method = quantization.get("quant_method", "unknown") if named else quantization
+        raise CheckpointError(
+            f"the checkpoint is quantised ({str(method)[:MAX_SHOWN]}), which stoop cannot load: "
+            "use the unquantised one, or a GGUF file"
+        )
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(
+            f"hidden_act={shown(config['hidden_act'])} is not supported: only silu is"
+        )
+    if config.get("partial_rotary_factor") not in (None, 1.0):
+        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+
+
+def read_windows(config: dict[str, Any], first_windowed: int = 0) -> Windows:
+    """The sliding window of each layer; none where the config names no window.
+
+    first_windowed: the first layer that has one, where the config does not list its layers' types
+    """
+    num_layers = read_num_layers(config)
+    window = config.get("sliding_window", DEFAULT_WINDOW)
+    if window is None:
+        return ()
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise CheckpointError(f"config.json has sliding_window={shown(window)}: it is at least 1")
+    window = min(window, MAX_SIZE)  # no model has more positions
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        return tuple(window if i >= first_windowed else None for i in range(num_layers))
+    if not isinstance(layer_types, list):
+        raise CheckpointError(
+            f"config.json has layer_types={shown(layer_types)} where a list is needed: fix the "
+            "config or fetch it again"
+        )
+    if len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"config.json has {len(layer_types)} layer_types for {num_layers} layers: fix the "
+            "config or fetch it again"
+        )
+    for kind in layer_types:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise CheckpointError(
+                f"config.json has {shown(kind)} among its layer_types: stoop knows "
+                "sliding_attention and full_attention"
+            )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

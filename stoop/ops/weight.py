@@ -1,0 +1,89 @@
+"""Weight matrices as values: what a matrix product takes, and the scheme that says how to read it.
+
+A scheme is one object in one file: a reference product, the kernels that serve it, and a rule for
+loading. The products fused with a norm, an activation or the residual have defaults here, built on
+the reference; a scheme with fused kernels overrides them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stoop.ops.norm import rms_norm, silu_and_mul
+
+
+class Weight(NamedTuple):
+    """A matrix [outputs, inputs], stored as its scheme says."""
+
+    data: Tensor
+    scales: Tensor | None
+    scheme: "Scheme"
+
+    def rows(self, start: int, count: int) -> "Weight":
+        """A view of some outputs. Schemes group values along inputs, so any rows will do."""
+        scales = None if self.scales is None else self.scales[start : start + count]
+        return Weight(self.data[start : start + count], scales, self.scheme)
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether `data` is the matrix itself, in this dtype."""
+        return self.scheme.is_dense and self.data.dtype == dtype
+
+
+class Scheme:
+    """How matrices are stored and multiplied."""
+
+    name: str
+    is_dense = False  # `data` is the matrix itself
+
+    # ---- the loader's rule ----
+
+    def empty(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Weight:
+        """An unfilled matrix on the default device. dtype: of dense values, where there are any"""
+        raise NotImplementedError
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        """[outputs, inputs] of the matrix, as checkpoints have it."""
+        raise NotImplementedError
+
+    def store(self, weight: Weight, values: Tensor) -> None:
+        """Fill it from the dense values of a checkpoint."""
+        raise NotImplementedError
+
+    # ---- the reference ----
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias, in the dtype of x"""
+        raise NotImplementedError
+
+    def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """[tokens, inputs]: rows of the matrix"""
+        raise NotImplementedError
+
+    # ---- with what comes before and after a product in a decoder layer ----
+
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        logits = self.linear(x, weight, None)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def linear_add(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        stream: Tensor,
+        *,
+        keep: bool,
+        prefetch_weight: bool,
+    ) -> Tensor:
+        return stream + self.linear(x, weight, bias)
+
+    def norm_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None
+    ) -> Tensor:
+        return self.linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+    def norm_linear_silu(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None
+    ) -> Tensor:
+        return silu_and_mul(self.norm_linear(x, norm_weight, eps, weight, bias))
