@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import MatrixLayer, WeightSlot
 from stoop.ops.linear import logits_of
+from stoop.ops.norm import join_embedded, join_norms
 from stoop.ops.weight import Weight
 
 
@@ -19,6 +21,13 @@ class Embedding(MatrixLayer):
     def forward(self, token_ids: Tensor) -> Tensor:
         matrix = self.matrix
         return matrix.scheme.embed(token_ids, matrix, self.compute_dtype or matrix.data.dtype)
+
+    def joined(self, token_ids: Tensor, norm: RMSNorm, x: Tensor, x_norm: RMSNorm) -> Tensor:
+        """[tokens, 2n]: embeddings and x, each normalised, side by side. x: [tokens, n]"""
+        matrix, eps = self.matrix, x_norm.eps
+        if matrix.is_plain(x.dtype):
+            return join_embedded(token_ids, matrix.data, norm.weight, x, x_norm.weight, eps)
+        return join_norms((self(token_ids), x), (norm.weight, x_norm.weight), eps)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield self._slot("weight", 0, self.vocab_size)

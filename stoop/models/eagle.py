@@ -23,7 +23,7 @@ from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightSlot, prefixed, vector_slot
 from stoop.models.base import Model, parameter_bytes
 from stoop.models.decoder import MLP, DecoderLayer, DecoderSpec
-from stoop.ops.norm import join_embedded, join_norms, take_and_norm, take_rows
+from stoop.ops.norm import join_norms, take_and_norm, take_rows
 from stoop.ops.rope import Rotation
 
 
@@ -114,12 +114,7 @@ class Eagle3Layer(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> Tensor:
-        norms, eps = (self.input_layernorm.weight, self.hidden_norm.weight), self.hidden_norm.eps
-        if embedding.matrix.is_plain(feature.dtype):
-            table = embedding.matrix.data
-            joined = join_embedded(token_ids, table, norms[0], feature, norms[1], eps)
-        else:
-            joined = join_norms((embedding(token_ids), feature), norms, eps)
+        joined = embedding.joined(token_ids, self.input_layernorm, feature, self.hidden_norm)
         stream = feature
         if self.norm_before_residual:
             stream = joined[:, feature.shape[1] :].contiguous()

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -450,6 +450,11 @@ class FakeWatch:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class FakeBatch:
+    num_reqs_padded: int = 1
+
+
 class FakeLane:
     """The target's lane, with sizes but no model."""
 
@@ -460,7 +465,7 @@ class FakeLane:
         self.events = events
 
     def capture_state(self, descriptor: BatchExecutionDescriptor) -> AttentionState:
-        state = AttentionState(SimpleNamespace(), SimpleNamespace())
+        state = AttentionState(FakeBatch(), SimpleNamespace())
         self.events.append(("prepare", descriptor, state))
         return state
 

@@ -20,7 +20,6 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import MatrixLayer, store_matrices_as
 from stoop.models.loader import build
 from stoop.ops.dense import dense
-from stoop.ops.norm import join_embedded
 from stoop.ops.weight import Scheme, Weight
 
 VOCAB, SIZE = 96, 32
@@ -137,10 +136,10 @@ def test_embeddings_and_logits_of_stored_matrices(dtype: torch.dtype, scheme: Sc
     own.store_as(dtype, scheme)
     fill(own)
     torch.testing.assert_close(own(x), plain_twin(own)(x))
-    norms = random(SIZE, seed=6), random(SIZE, seed=7)
-    joined = [
-        join_embedded(ids, table.matrix, norms[0], x, norms[1], 1e-5) for table in (embedding, twin)
-    ]
+    norms = RMSNorm(SIZE, 1e-5), RMSNorm(SIZE, 1e-5)
+    for seed, norm in enumerate(norms, start=6):
+        norm.weight.data.copy_(random(SIZE, seed=seed))
+    joined = [table.joined(ids, norms[0], x, norms[1]) for table in (embedding, twin)]
     assert joined[0].dtype == torch.float32
     torch.testing.assert_close(*joined)
 
