@@ -232,8 +232,8 @@ def _measure(llm: LLM, load: StepLoad, repeat: int, bandwidth: float) -> StepRow
 
 
 class Decoding:
-    """A load's requests, which answer for as long as they are asked to. Nobody reads along: as in
-    `LLM.generate`, there is an output when a request ends."""
+    """A load's requests, which generate for as long as they are stepped. As in `LLM.generate`,
+    there is an output only when a request ends."""
 
     def __init__(self, llm: LLM, load: StepLoad) -> None:
         self.llm, engine = llm, llm.engine
@@ -243,11 +243,11 @@ class Decoding:
             if load.planted:
                 plant_prefix(engine, prompt)
             engine.add_request(name, prompt, PARAMS, final_only=True)
-        self.requests = list(engine.scheduler.waiting)  # nobody else's: there was no work
+        self.requests = list(engine.scheduler.waiting)  # only these: the engine was idle
         self.first_token_s = self.advance(1).seconds
 
     def advance(self, num_tokens: int) -> Span:
-        """Step until every request has so many tokens more than the hindmost has now."""
+        """Step until every request has `num_tokens` more than the slowest has now."""
         engine, outcomes = self.llm.engine, self.llm.engine.runner.outcomes
         goal = min(request.num_output_tokens for request in self.requests) + num_tokens
         before, waited, started = engine.metrics(), outcomes.waited, time.perf_counter()

@@ -209,7 +209,9 @@ class RequestGroup:
 
     @property
     def finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
+        if self.answers[0].finish_reason is None:  # most often the only one
+            return False
+        return all(answer.finished for answer in self.answers)
 
     def take_prompt_scores(self, answer: Answer, delta: Delta) -> None:
         """Add log-probabilities of the prompt. Only the first answer computes them."""
