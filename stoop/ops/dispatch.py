@@ -50,11 +50,15 @@ class Op(Generic[P, R]):
         return kernel
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        place = self._place
-        given: Any = args[place] if len(args) > place else kwargs.get(self._parameter)
-        if given is None:  # the argument is missing: let Python say so
-            return self.reference(*args, **kwargs)
-        if uses_kernels(given if self._tensor_in is None else self._tensor_in(given)):
+        try:
+            given: Any = args[self._place]
+        except IndexError:
+            given = kwargs.get(self._parameter)
+            if given is None:  # the argument is missing: let Python say so
+                return self.reference(*args, **kwargs)
+        if self._tensor_in is not None:
+            given = self._tensor_in(given)
+        if uses_kernels(given):
             return self.kernel(*args, **kwargs)
         return self.reference(*args, **kwargs)
 

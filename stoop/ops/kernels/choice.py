@@ -27,7 +27,9 @@ def uses_kernels(tensor: Tensor) -> bool:
 
     Kernels compute in float32, so float64 is left to torch; integers are served.
     """
-    if _off or not has_kernels(tensor.device):
+    if _off or not (tensor.is_cuda or interpreted()):  # the cheap way to leave on a CPU
+        return False
+    if not has_kernels(tensor.device):
         return False
     return tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point
 
