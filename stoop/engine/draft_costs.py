@@ -88,6 +88,8 @@ def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     """What costs depend on. The number of threads is left out: costs measured with another number
     are a better guess than none, and are refined while the engine runs."""
     dtype = model.dtype if options.dtype == "auto" else options.dtype
+    others = {"weights": options.weight_dtype, "KV": options.kv_cache_dtype}
+    dtype += "".join(f" {name} {asked}" for name, asked in others.items() if asked != "auto")
     digest = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16]
     backend = options.attention_backend
     return "|".join((digest, dtype, backend, _processor(), version("torch"), __version__))

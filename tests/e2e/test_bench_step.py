@@ -266,7 +266,7 @@ def test_latency_of_a_shape_by_prompt_length(stoop: Callable) -> None:
 @pytest.mark.parametrize(
     ("free", "pattern"),
     [
-        (4 << 30, "the weights take 15.6 GiB in bfloat16, more than the 4.0 GiB"),
+        (4 << 30, "the weights take 15.7 GiB in bfloat16, more than the 4.0 GiB"),
         (17 << 30, "and the KV cache 6.7 GiB, together more than the 17.0 GiB"),
     ],
 )
