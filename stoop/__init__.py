@@ -1,5 +1,6 @@
 """stoop: an LLM inference engine, exact, fast and readable."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import stoop.attention.traits  # noqa: F401 - our backends declare themselves to the configuration
@@ -18,8 +19,10 @@ from stoop.core.sampling_params import SamplingParams
 from stoop.version import __version__
 
 if TYPE_CHECKING:
+    from stoop.attention.registry import register_backend
     from stoop.llm import LLM
     from stoop.models.registry import register_model
+    from stoop.spec.registry import register_drafter
 
 __all__ = [
     "LLM",
@@ -38,6 +41,8 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "register_backend",
+    "register_drafter",
     "register_model",
 ]
 
@@ -46,14 +51,16 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+# These bring torch, so they are imported when first asked for.
+_LAZY = {
+    "LLM": "stoop.llm",
+    "register_backend": "stoop.attention.registry",
+    "register_drafter": "stoop.spec.registry",
+    "register_model": "stoop.models.registry",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """These bring torch, so they are imported when first asked for."""
-    if name == "LLM":
-        from stoop.llm import LLM
-
-        return LLM
-    if name == "register_model":
-        from stoop.models.registry import register_model
-
-        return register_model
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'stoop' has no attribute {name!r}")

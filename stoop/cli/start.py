@@ -41,8 +41,8 @@ _METHODS = {"eagle": "EAGLE head", "eagle3": "EAGLE-3 head", "ngram": "prompt lo
 
 
 def _drafter(spec: "SpecConfig") -> str:
-    tokens = "token" if spec.num_tokens == 1 else "tokens"
-    text = f"{_METHODS[spec.method]}, {spec.num_tokens} draft {tokens} per step"
+    tokens = "token" if spec.num_drafts == 1 else "tokens"
+    text = f"{_METHODS.get(spec.method, spec.method)}, {spec.num_drafts} draft {tokens} per step"
     if spec.synthetic_rates is not None:
         text += ", accepted by chance: answers mean nothing"
     return text

@@ -25,6 +25,7 @@ from stoop.config.values import is_number, is_whole, plain, shown
 
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 MAX_RUN_AHEAD = 8
+_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 MIN_KV_BLOCKS = 2  # the null block and one to use
 # Beyond anything that runs. Without a limit, a slip of a few digits ends in an allocation error.
 MAX_COUNT = 2**31 - 1
@@ -119,6 +120,10 @@ def _device(options: EngineOptions, model: ModelSpec, device: str) -> DeviceConf
         dtype if asked == "auto" else asked
         for asked in (options.weight_dtype, options.kv_cache_dtype)
     )
+    if _BITS[kv_dtype] > _BITS[dtype]:
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype} is wider than dtype={dtype}: use auto or a narrower one"
+        )
     return DeviceConfig(device, dtype, weight_dtype, kv_dtype)
 
 
@@ -206,7 +211,7 @@ def _schedule(
         )
     default_seqs = 16 if device == "cpu" else 256
     max_num_seqs = _given("max_num_seqs", options.max_num_seqs, default_seqs, MAX_NUM_SEQS)
-    num_drafts = spec.num_tokens if spec else 0
+    num_drafts = spec.num_drafts if spec else 0
     default_tokens = 2048 if device == "cpu" else 8192
     default_tokens = max(default_tokens, max_num_seqs * (num_drafts + 1))
     if not options.enable_chunked_prefill:

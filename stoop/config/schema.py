@@ -91,8 +91,8 @@ class HeadSpec(Protocol):
 class SpecConfig:
     """Speculative decoding, settled."""
 
-    method: Literal["eagle", "eagle3", "ngram"]
-    num_tokens: int  # K, drafts of a step
+    method: str
+    num_drafts: int  # K, drafts of a step
     folder: str | None = None  # of the head
     head: HeadSpec | None = None
     draft_sample_method: DraftSampleMethod = "greedy"

@@ -13,7 +13,7 @@ from stoop.config.values import plain, shown
 
 MAX_DRAFTS = 16
 HEAD_METHODS = get_args(DraftMethod)
-METHODS = (*HEAD_METHODS, "ngram")
+_headless = ["ngram"]  # methods that draft without a head
 EXAMPLE = '{"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 3}'
 
 
@@ -31,6 +31,17 @@ class SpecOptions:
     synthetic_acceptance_rates: Sequence[float] | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+
+
+def declare_method(name: str) -> None:
+    """Let `method` name a drafter from outside, which takes num_speculative_tokens and no model."""
+    if name in methods():
+        raise ConfigError(f"a drafter named {name!r} exists: use another name")
+    _headless.append(name)
+
+
+def methods() -> tuple[str, ...]:
+    return (*HEAD_METHODS, *_headless)
 
 
 def asks_for_auto(given: Any) -> bool:
@@ -66,24 +77,24 @@ def settle_speculation(
     options: SpecOptions, head: HeadSpec | None, folder: str | None, proposed: int | None = None
 ) -> SpecConfig:
     """With the head that was found; `proposed` is the number of drafts that its maker names."""
-    num_tokens = options.num_speculative_tokens or proposed
+    num_drafts = options.num_speculative_tokens or proposed
     if options.num_speculative_tokens is None and (proposed or 0) > MAX_DRAFTS:
         raise _refuse(
             f"lacks num_speculative_tokens, and the head's maker proposes {proposed}: say how many "
             f"drafts a step, 1 to {MAX_DRAFTS}"
         )
-    if num_tokens is None:
+    if num_drafts is None:
         raise _refuse(
             f"lacks num_speculative_tokens: say how many drafts a step, 1 to {MAX_DRAFTS}"
         )
     low, high = _lookup_sizes(options)
     return SpecConfig(
-        method=head.method if head else "ngram",
-        num_tokens=_whole("num_speculative_tokens", num_tokens, 1, MAX_DRAFTS),
+        method=head.method if head else str(options.method),
+        num_drafts=_whole("num_speculative_tokens", num_drafts, 1, MAX_DRAFTS),
         folder=folder,
         head=head,
         draft_sample_method=_draft_sample_method(options, head),
-        synthetic_rates=_synthetic_rates(options, num_tokens),
+        synthetic_rates=_synthetic_rates(options, num_drafts),
         prompt_lookup_min=low,
         prompt_lookup_max=high,
     )
@@ -96,7 +107,7 @@ def _refuse(text: str) -> ConfigError:
 def _check(options: SpecOptions) -> None:
     """Each key by itself, and those that exclude each other."""
     for name, choices in (
-        ("method", (*METHODS, None)),
+        ("method", (*methods(), None)),
         ("draft_sample_method", (*get_args(DraftSampleMethod), None)),
         ("rejection_sample_method", ("standard", "synthetic")),
     ):
@@ -108,22 +119,24 @@ def _check(options: SpecOptions) -> None:
             raise _refuse(f"has {name}={shown(getattr(options, name))}: use text")
     if options.num_speculative_tokens is not None:
         _whole("num_speculative_tokens", options.num_speculative_tokens, 1, MAX_DRAFTS)
-    ngram = options.method == "ngram"
-    if not ngram and options.model is None:
+    method, headless = options.method, options.method in _headless
+    if not headless and options.model is None:
         raise _refuse('lacks model: name the draft head, or use {"method": "ngram"}')
-    if ngram and (options.model is not None or options.revision is not None):
-        raise _refuse("has a model or revision with method ngram, which takes none: leave it out")
-    if ngram and options.draft_sample_method not in ("greedy", None):
+    if headless and (options.model is not None or options.revision is not None):
         raise _refuse(
-            f"has draft_sample_method={options.draft_sample_method} with method ngram, which has "
-            "no odds: leave it out"
+            f"has a model or revision with method {method}, which takes none: leave it out"
         )
-    if ngram and options.rejection_sample_method != "standard":
+    if headless and options.draft_sample_method not in ("greedy", None):
         raise _refuse(
-            "has rejection_sample_method=synthetic with method ngram: it may find no drafts"
+            f"has draft_sample_method={options.draft_sample_method} with method {method}, which "
+            "has no odds: leave it out"
+        )
+    if headless and options.rejection_sample_method != "standard":
+        raise _refuse(
+            f"has rejection_sample_method=synthetic with method {method}: it may find no drafts"
         )
     looked_up = (options.prompt_lookup_min, options.prompt_lookup_max) != (None, None)
-    if looked_up and not ngram:
+    if looked_up and method != "ngram":
         raise _refuse("has prompt_lookup_min or _max, which belong to method ngram: leave them out")
     synthetic = (options.synthetic_acceptance_length, options.synthetic_acceptance_rates)
     if options.rejection_sample_method == "synthetic" and synthetic.count(None) != 1:
@@ -157,27 +170,27 @@ def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:
     return low, high
 
 
-def _synthetic_rates(options: SpecOptions, num_tokens: int) -> tuple[float, ...] | None:
+def _synthetic_rates(options: SpecOptions, num_drafts: int) -> tuple[float, ...] | None:
     """The chance of each draft, given that those before it were accepted."""
     if options.rejection_sample_method != "synthetic":
         return None
     if options.synthetic_acceptance_length is not None:
         length = options.synthetic_acceptance_length
-        if not _is_number(length) or not 1 <= length <= num_tokens + 1:
+        if not _is_number(length) or not 1 <= length <= num_drafts + 1:
             raise _refuse(
-                f"has synthetic_acceptance_length={length!r}: use 1 to {num_tokens + 1}, the "
+                f"has synthetic_acceptance_length={length!r}: use 1 to {num_drafts + 1}, the "
                 "tokens of a step"
             )
         # As even as can be: whole positions first, the rest on the next one.
-        rates = [min(max(length - 1 - j, 0.0), 1.0) for j in range(num_tokens)]
+        rates = [min(max(length - 1 - j, 0.0), 1.0) for j in range(num_drafts)]
     else:
         given = options.synthetic_acceptance_rates
         listed = isinstance(given, Sequence) and not isinstance(given, str)
         rates = list(given) if listed and given is not None else []
-        good = len(rates) == num_tokens and all(_is_number(r) and 0 <= r <= 1 for r in rates)
+        good = len(rates) == num_drafts and all(_is_number(r) and 0 <= r <= 1 for r in rates)
         if not good or any(b > a for a, b in itertools.pairwise(rates)):
             raise _refuse(
-                f"has synthetic_acceptance_rates={given!r}: use {num_tokens} numbers from 0 to 1 "
+                f"has synthetic_acceptance_rates={given!r}: use {num_drafts} numbers from 0 to 1 "
                 "that never rise"
             )
     before = [1.0, *rates]

@@ -7,9 +7,11 @@ Requests and deltas are plain data (`stoop.core.messages`), so that a core can r
 its own.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stoop.config.schema import CacheConfig, ScheduleConfig
@@ -19,6 +21,8 @@ from stoop.core.step import StepPlan, StepResult
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.executor import Executor, StepHandle
 from stoop.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -31,6 +35,9 @@ class EngineCore:
 
     def __init__(self, schedule: ScheduleConfig, cache: CacheConfig, executor: Executor) -> None:
         self.executor = executor
+        if cache.enable_prefix_caching and not executor.caches_prefixes:
+            log.info("prefix caching is off: the model's layers have recurrent state")
+            cache = replace(cache, enable_prefix_caching=False)
         self.scheduler = Scheduler(schedule, cache, executor.num_blocks)
         self.trial: DraftTrial | None = None  # where it is open whether drafts pay
         self._run_ahead = schedule.run_ahead

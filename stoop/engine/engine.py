@@ -218,7 +218,7 @@ def _make_trial(config: Config, choice: DrafterChoice) -> DraftTrial | None:
         return None
     if config.graph.mode != "none" or config.schedule.run_ahead:
         return None
-    trial = DraftTrial(choice.spec.num_tokens, choice.usual_tokens, choice.store.add)
+    trial = DraftTrial(choice.spec.num_drafts, choice.usual_tokens, choice.store.add)
     if choice.costs_known:
         trial.early_gap = draft_trial.KNOWN_GAP
     return trial

@@ -38,6 +38,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether KV blocks alone bring a prefix back: not if layers have recurrent state."""
+        ...
+
+    @property
     def draft_seconds(self) -> float:
         """Host time that the last step spent on making drafts."""
         ...

@@ -25,6 +25,10 @@ class UniprocExecutor:
         return self.runner.state_layout.block_bytes
 
     @property
+    def caches_prefixes(self) -> bool:
+        return not self.runner.state_layout.recurrent
+
+    @property
     def drafting(self) -> bool:
         return self.runner.drafting
 

@@ -46,7 +46,7 @@ class Verifier:
 
     def __init__(self, sampler: Sampler, spec: SpecConfig | None, vocab_size: int) -> None:
         self.sampler = sampler
-        self.num_drafts = spec.num_tokens if spec else 0
+        self.num_drafts = spec.num_drafts if spec else 0
         state, slots = sampler.state, sampler.slots
         device = slots.token_ids.device
         self.rates: Tensor | None = None

@@ -35,7 +35,7 @@ class EagleSpeculator:
         assert spec is not None and spec.head is not None
         self.setup = setup
         self.head = head
-        self.num_tokens = spec.num_tokens
+        self.num_drafts = spec.num_drafts
         self.coupled = spec.draft_sample_method == "coupled"
         self.max_reqs = schedule.max_num_seqs
         self.position_limit = min(schedule.max_model_len, spec.head.max_position)
@@ -98,7 +98,7 @@ class EagleSpeculator:
             drafts=True,
             title="draft prefill",
         )
-        if self.num_tokens == 1:
+        if self.num_drafts == 1:
             return [prefill]
         lane = {buffer.name for buffer in self.lane.buffers()}
         decode = Phase(
@@ -108,7 +108,7 @@ class EagleSpeculator:
             writes=drafted | lane | {_KV},
             forward=True,
             lane=self.lane,
-            times=self.num_tokens - 1,
+            times=self.num_drafts - 1,
             drafts=True,
             title="draft decode",
         )

@@ -13,7 +13,7 @@ class NgramSpeculator:
         spec = setup.config.spec
         assert spec is not None
         self.setup = setup
-        self.num_tokens = spec.num_tokens
+        self.num_drafts = spec.num_drafts
         self.sizes = (spec.prompt_lookup_min, spec.prompt_lookup_max)
         self.max_model_len = setup.config.schedule.max_model_len
 
@@ -28,4 +28,4 @@ class NgramSpeculator:
     def look_up(self, run: Pass) -> None:
         slots, step = self.setup.slots, self.setup.buffers.step
         room = draft_room(slots, step, self.max_model_len)
-        look_up_ngrams(slots, step, room, self.sizes, self.num_tokens)
+        look_up_ngrams(slots, step, room, self.sizes, self.num_drafts)

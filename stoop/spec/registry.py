@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from stoop.config.speculation import declare_method
 from stoop.models.base import DraftModel
 from stoop.spec.base import DraftSetup, Speculator
 from stoop.spec.eagle import EagleSpeculator
@@ -21,6 +22,12 @@ SPECULATORS: dict[str, MakeSpeculator] = {
     "eagle3": _eagle,
     "ngram": lambda setup, draft_model: NgramSpeculator(setup),
 }
+
+
+def register_drafter(method: str, make: Callable[[DraftSetup], Speculator]) -> None:
+    """Let `speculative_config` name a drafter that has no weights, from now on in this process."""
+    declare_method(method)
+    SPECULATORS[method] = lambda setup, draft_model: make(setup)
 
 
 def make_speculator(setup: DraftSetup, draft_model: DraftModel | None) -> Speculator:

@@ -30,7 +30,7 @@ from stoop.train.trainer import CHECKPOINT, Documents, Trainer, check_same, load
 from stoop.train.vocabulary import Vocabulary, choose_vocabulary
 from stoop.worker.device import prepare_device
 
-MAX_DRAFTS = 3  # what an exported head proposes
+PROPOSED_DRAFTS = 3  # by an exported head, if it was trained for as many
 
 
 @torch.inference_mode(False)  # in whatever mode the caller is
@@ -123,7 +123,7 @@ def run_export(job: Job, layout: str, dtype: str) -> list[Path]:
         target=job.target,
         target_config=read_target_config(folder),
         num_layers=model.num_layers,
-        num_drafts=min(MAX_DRAFTS, identity["ttt_steps"]),
+        num_drafts=min(PROPOSED_DRAFTS, identity["ttt_steps"]),
     )
     held_out = [e for e in read_log(job.train / "log.jsonl") if e["split"] == "val"]
     val = held_out[-1] if held_out else None

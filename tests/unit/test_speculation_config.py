@@ -13,8 +13,8 @@ from stoop.config.resolve import make_options, resolve
 from stoop.config.schema import SpecConfig
 from stoop.config.speculation import (
     MAX_DRAFTS,
-    METHODS,
     SpecOptions,
+    methods,
     parse_speculation,
     settle_speculation,
 )
@@ -85,12 +85,12 @@ def test_an_unknown_key_is_named_with_all_known_ones(key: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (NGRAM, {"method": "ngram", "num_tokens": 3, "head": None, "folder": None}),
-        (HEAD, {"method": "eagle3", "num_tokens": 3, "folder": "folder", "head": head_spec()}),
+        (NGRAM, {"method": "ngram", "num_drafts": 3, "head": None, "folder": None}),
+        (HEAD, {"method": "eagle3", "num_drafts": 3, "folder": "folder", "head": head_spec()}),
         ({**HEAD, "method": "eagle3"}, {"method": "eagle3"}),
-        ({**HEAD, "revision": "abc"}, {"num_tokens": 3}),
-        ({**HEAD, "num_speculative_tokens": 1}, {"num_tokens": 1}),
-        ({**HEAD, "num_speculative_tokens": MAX_DRAFTS}, {"num_tokens": MAX_DRAFTS}),
+        ({**HEAD, "revision": "abc"}, {"num_drafts": 3}),
+        ({**HEAD, "num_speculative_tokens": 1}, {"num_drafts": 1}),
+        ({**HEAD, "num_speculative_tokens": MAX_DRAFTS}, {"num_drafts": MAX_DRAFTS}),
         (HEAD, {"draft_sample_method": "coupled", "synthetic_rates": None}),
         ({**HEAD, "draft_sample_method": None}, {"draft_sample_method": "coupled"}),
         ({**HEAD, "draft_sample_method": "greedy"}, {"draft_sample_method": "greedy"}),
@@ -137,12 +137,12 @@ def test_every_key_has_a_case() -> None:
         "prompt_lookup_min",
         "prompt_lookup_max",
     }
-    assert METHODS == ("eagle", "eagle3", "ngram")
+    assert methods() == ("eagle", "eagle3", "ngram")
 
 
 def test_the_heads_own_number_of_drafts_serves_unless_another_is_given() -> None:
-    assert settle({"model": "folder"}, proposed=5).num_tokens == 5
-    assert settle(HEAD, proposed=5).num_tokens == 3
+    assert settle({"model": "folder"}, proposed=5).num_drafts == 5
+    assert settle(HEAD, proposed=5).num_drafts == 3
     with pytest.raises(ConfigError, match="lacks num_speculative_tokens"):
         settle({"model": "folder"})
     with pytest.raises(ConfigError, match="lacks num_speculative_tokens"):

@@ -234,7 +234,7 @@ class Rig:
         slots.token_ids[:n, 3 : 3 + K] = drafts
         self.drafts, self.num_drafts = drafts, torch.full((n,), K)
         self.sampler = Sampler(sampling, slots)
-        config = SpecConfig(**{"method": "eagle", "num_tokens": K, **spec})
+        config = SpecConfig(**{"method": "eagle", "num_drafts": K, **spec})
         self.verifier = Verifier(self.sampler, config, VOCAB)
         self.needs = SamplingNeeds.of(rules)
         self.rules = rules
