@@ -5,23 +5,30 @@ needs too. A decode step writes its tokens into a log and leaves the sum alone; 
 the tokens that were confirmed, and only those, before it goes on: rejected drafts leave no trace.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.batch.staging import StagedWrites
 from stoop.core.state import RecurrentState, TensorSpec
 from stoop.core.step import Admission
 from stoop.graph.buffers import Buffer, Extent, Lifetime
+from stoop.layers.attention import Attention
 from stoop.layers.stateful import ForwardContext, StatefulLayer
-from stoop.layers.weights import WeightSlot, empty_parameter, prefixed
+from stoop.layers.weights import WeightSlot, empty_parameter, prefixed, vector_slot
 from stoop.model_state.base import Metadata, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
-from stoop.models.llama import DecoderLayer, DecoderModel
+from stoop.models.decoder import DecoderLayer, DecoderModel, DecoderSpec
+from stoop.models.family import Family
+from stoop.models.llama import read_spec
 from stoop.ops.library import register
 from stoop.ops.rope import Rotation
 
@@ -71,7 +78,7 @@ class RunningSum(StatefulLayer):
         return torch.empty_like(x)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("weight", self.weight.data)
+        yield vector_slot("weight", self.weight.data)
 
 
 @register(
@@ -154,7 +161,7 @@ class RunningSumState(DefaultModelState):
 class SummingLayer(DecoderLayer):
     """A decoder layer, then the running sum of its stream."""
 
-    def __init__(self, spec: Any, window: int | None = None) -> None:
+    def __init__(self, spec: DecoderSpec, window: int | None = None) -> None:
         super().__init__(spec, window)
         self.running = RunningSum(spec.hidden_size)
 
@@ -170,10 +177,76 @@ class SummingLayer(DecoderLayer):
 
 
 class RunningSumModel(DecoderModel):
-    def __init__(self, spec: Any) -> None:
-        super().__init__(spec)
-        windows = spec.windows or (None,) * spec.num_layers
-        self.layers = nn.ModuleList(SummingLayer(spec, window) for window in windows)
+    layer_class = SummingLayer
 
     def make_model_state(self, setup: ModelStateSetup) -> RunningSumState:
         return RunningSumState(setup)
+
+
+ARCHITECTURE = "RunningSumForCausalLM"
+FAMILY = Family(architectures=(ARCHITECTURE,), read_spec=read_spec, build=RunningSumModel)
+
+
+# ---- a checkpoint, and the model written out without any state ----
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float64",
+}
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> Path:
+    """Random weights, large enough that greedy tokens wander."""
+    spec = read_spec(SIZES, ARCHITECTURE)
+    with torch.device("meta"):
+        model = RunningSumModel(spec)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        slot.name: torch.randn(slot.shape, dtype=torch.float64, generator=generator)
+        * (0.5 if len(slot.shape) == 1 else 0.4)
+        for slot in model.weight_slots()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = SIZES | {"architectures": [ARCHITECTURE], "eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class WholeContext:
+    """Runs layers over a whole text at once: nothing is kept, so nothing can go wrong with it."""
+
+    def run(self, layer: StatefulLayer, *inputs: Any) -> Tensor:
+        if isinstance(layer, RunningSum):
+            (x,) = inputs
+            sums = [x[0]]
+            for token in x[1:]:
+                sums.append(token + DECAY * sums[-1])
+            return torch.stack(sums)
+        assert isinstance(layer, Attention)
+        q, k, v = (t.transpose(0, 1)[None] for t in layer.rotated(*inputs))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=layer.shape.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def greedy_by_recomputing(
+    model: RunningSumModel, prompt: Sequence[int], num_tokens: int
+) -> list[int]:
+    """Greedy tokens, each from a pass over the whole text so far."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+        hidden, _ = model(ids, positions, WholeContext())
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
