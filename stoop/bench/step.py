@@ -27,7 +27,6 @@ from stoop.engine.engine import Engine
 from stoop.layers.stateful import stateful_layers
 from stoop.llm import LLM
 from stoop.models.loader import DUMMY_STD
-from stoop.spec.eagle import EagleSpeculator
 
 WARM_STEPS = 4
 PROFILED_STEPS = 16
@@ -298,8 +297,8 @@ def step_bytes(llm: LLM, batch: int, live_length: float) -> StepBytes:
     own = len(stateful_layers(runner.model))
     kv = layout.context_bytes(live_length, layout.states[:own])
     head, num_passes = 0, llm.config.schedule.num_drafts
-    if isinstance(runner.speculator, EagleSpeculator):
-        head = runner.speculator.head.bytes_read(num_passes)
+    if runner.draft_model is not None:
+        head = runner.draft_model.bytes_read(num_passes)
         kv += num_passes * layout.context_bytes(live_length, layout.states[own:])
     return StepBytes(runner.model.bytes_read(), head, batch * kv)
 
