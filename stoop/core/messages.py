@@ -33,9 +33,9 @@ class Delta:
     token_ids: list[int]  # new ones; the last may be the one that ended the request
     finish_reason: str | None = None  # stop, length or abort
     stop_reason: int | None = None  # the token that stopped it
-    scores: Sequence[TokenScores] = ()  # one per new token, if asked for
-    prompt_scores: Sequence[TokenScores] = ()  # if asked for
-    prompt_scores_start: int = 0  # index of the prompt token that the first of them scores
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None: not started
     num_drafts: int = 0  # drafts that this step verified
     num_accepted: int = 0  # and how many of them it accepted
+    scores: Sequence[TokenScores] = ()  # one per new token, if asked for
+    prompt_scores: Sequence[TokenScores] = ()  # if asked for
+    prompt_scores_start: int = 0  # index of the prompt token that the first of them scores

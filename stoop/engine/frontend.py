@@ -119,14 +119,20 @@ class Frontend:
         to_abort: list[str] = []
         now = time.perf_counter()
         for delta in deltas:
-            group, answer = self._answers.get(delta.request_id, (None, None))
-            if group is None or answer is None or answer.finished:
+            found = self._answers.get(delta.request_id)
+            if found is None or found[1].finish_reason is not None:
                 continue
-            self._add(group, answer, delta)
-            if answer.finished and delta.finish_reason is None:
-                to_abort.append(delta.request_id)
+            group, answer = found
+            answer.extend(delta)
+            if answer.has_readers or delta.prompt_scores:
+                self._read(group, answer, delta)
             if delta.token_ids:
                 group.note_tokens(now)
+            if answer.finish_reason is not None:
+                if delta.finish_reason is None:
+                    to_abort.append(delta.request_id)
+            elif group.final_only:
+                continue  # nothing to tell yet
             changed[group] = None
         outputs = []
         for group in changed:
@@ -138,8 +144,8 @@ class Frontend:
                 outputs.append(group.output())
         return outputs, to_abort
 
-    def _add(self, group: RequestGroup, answer: Answer, delta: Delta) -> None:
-        answer.extend(delta)
+    def _read(self, group: RequestGroup, answer: Answer, delta: Delta) -> None:
+        """Text and scores."""
         try:
             group.take_prompt_scores(answer, delta)
             answer.read(delta)

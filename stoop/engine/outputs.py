@@ -45,6 +45,8 @@ class Answer:
         self.num_dropped = 0  # tokens that came after a stop string in the same step
         self.spec = SpecCounts.of(num_drafts) if num_drafts else None
         self._has_text = tokenizer is not None and self.params.detokenize
+        # Whether deltas have to be read into text or scores.
+        self.has_readers = self._has_text or self.logprobs is not None
         self._stream: TextStream | None = None  # made for the first tokens
 
     @property
@@ -74,7 +76,7 @@ class Answer:
         Raises `AnswerError` if the tokenizer fails. The answer then keeps the text that it has,
         and the caller ends it.
         """
-        if not self._has_text and self.logprobs is None:
+        if not self.has_readers:
             return
         try:
             self._read(delta)

@@ -65,6 +65,7 @@ class Scheduler:
 
     def __init__(self, config: ScheduleConfig, cache: CacheConfig, num_blocks: int) -> None:
         self.config = config
+        self._query_len, self._num_lookahead = config.query_len, config.num_lookahead
         self.block_size = cache.block_size
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(
@@ -171,11 +172,16 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is None or request.epoch != row.epoch:
                 continue  # it finished, was aborted or was preempted after the launch
-            new_ids = self._take_tokens(request, row)
-            delta = Delta(request.request_id, new_ids, request.finish_reason, request.stop_reason)
-            delta.num_cached = request.num_cached
-            if row.num_drafts:
-                delta.num_drafts, delta.num_accepted = row.num_drafts, len(row.token_ids) - 1
+            new_ids, num_drafts = self._take_tokens(request, row), row.num_drafts
+            delta = Delta(
+                row.request_id,
+                new_ids,
+                request.finish_reason,
+                request.stop_reason,
+                request.num_cached,
+                num_drafts,
+                len(row.token_ids) - 1 if num_drafts else 0,
+            )
             if row.scores or row.prompt_scores:
                 delta.scores = row.scores[: len(new_ids)]
                 delta.prompt_scores = row.prompt_scores
@@ -209,7 +215,7 @@ class Scheduler:
                 # A decode has places for all drafts, whether it has that many or not.
                 after_prompt = request.num_computed >= request.num_prompt_tokens
                 drafts = after_prompt and self.verify_drafts
-                decodes.append((request, self.config.query_len if drafts else 1))
+                decodes.append((request, self._query_len if drafts else 1))
             else:
                 prefills.append((request, remaining))
         return decodes + prefills
@@ -278,7 +284,7 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
         """Get blocks for a running request; preempt the last requests in order if needed."""
-        past = request.num_computed + num_tokens + self.config.num_lookahead
+        past = request.num_computed + num_tokens + self._num_lookahead
         if past <= len(request.block_ids) * self.block_size:
             return True
         while not self._grow(request, num_tokens, plan):
@@ -335,18 +341,22 @@ class Scheduler:
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:
-        past = request.num_computed + num_tokens
+        computed, expected = request.num_computed, request.num_expected
+        past, limit = computed + num_tokens, self.config.max_model_len
         return PlannedRow(
             request.request_id,
             request.epoch,
             request.slot,
             num_tokens,
-            request.num_computed,
-            min(past, self.config.max_model_len),
+            computed,
+            past if past < limit else limit,
             len(request.block_ids) * self.block_size,
-            past >= request.num_expected,
-            # A request admitted with a single token left has no places for drafts.
-            num_tokens == self.config.query_len and self._decodes(request),
+            past >= expected,
+            # A request admitted with a single token left has no places for drafts, and a prompt's
+            # last token alone is not a decode.
+            num_tokens == self._query_len
+            and expected - computed == 1
+            and computed >= request.num_prompt_tokens,
             request.rules,
             request.num_prompt_tokens,
         )
@@ -417,7 +427,9 @@ class Scheduler:
 
     def _offer_blocks(self, request: Request) -> None:
         """Give full blocks to the prefix cache, unless they lack the drafter's KV."""
-        if self.drafting:
+        # Most steps fill no block.
+        next_full = (request.num_offered_blocks + 1) * self.block_size
+        if self.drafting and len(request.token_ids) > next_full:
             self.prefix_cache.insert(request)
 
     def _end(self, request: Request, token: int) -> None:
