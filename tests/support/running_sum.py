@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.batch.staging import StagedWrites
@@ -18,10 +18,10 @@ from stoop.core.state import RecurrentState, TensorSpec
 from stoop.core.step import Admission
 from stoop.graph.buffers import Buffer, Extent, Lifetime
 from stoop.layers.stateful import ForwardContext, StatefulLayer
-from stoop.layers.weights import WeightSlot, empty_parameter, prefixed
+from stoop.layers.weights import WeightSlot, empty_parameter, prefixed, vector_slot
 from stoop.model_state.base import Metadata, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
-from stoop.models.llama import DecoderLayer, DecoderModel
+from stoop.models.decoder import DecoderLayer, DecoderModel
 from stoop.ops.library import register
 from stoop.ops.rope import Rotation
 
@@ -71,7 +71,7 @@ class RunningSum(StatefulLayer):
         return torch.empty_like(x)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("weight", self.weight.data)
+        yield vector_slot("weight", self.weight)
 
 
 @register(
@@ -170,10 +170,7 @@ class SummingLayer(DecoderLayer):
 
 
 class RunningSumModel(DecoderModel):
-    def __init__(self, spec: Any) -> None:
-        super().__init__(spec)
-        windows = spec.windows or (None,) * spec.num_layers
-        self.layers = nn.ModuleList(SummingLayer(spec, window) for window in windows)
+    layer_class = SummingLayer
 
     def make_model_state(self, setup: ModelStateSetup) -> RunningSumState:
         return RunningSumState(setup)
