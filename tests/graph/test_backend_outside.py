@@ -54,7 +54,7 @@ def test_a_name_is_registered_once(name: str) -> None:
 
 
 def test_an_unknown_name_is_told_of_registered_ones(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="hostplan.*mine"):
+    with pytest.raises(ConfigError, match=r"hostplan.*mine"):
         make_graph_llm(folder, attention_backend="theirs")
 
 

@@ -19,6 +19,10 @@ DOCUMENTS = sorted(
 )
 
 
+def str_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 def functions(file: Path) -> set[str]:
     tree = ast.parse(file.read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -35,19 +39,19 @@ def test_every_test_named_by_a_document_exists() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str_of)
 def test_every_file_linked_by_a_document_exists(document: Path) -> None:
     links = re.findall(r"\]\(([\w./-]+)\)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str_of)
 def test_every_python_file_named_by_a_document_exists(document: Path) -> None:
-    """A path is that of the repository or of the package; a bare name is some file's name."""
-    text = document.read_text()
-    named = set(re.findall(r"(?<![\w./*-])((?:[\w-]+/)*\w+\.py)\b", text))
+    """A path is relative to the document, the repository or the package; a bare name may be that of
+    any file."""
+    named = named_files(document.read_text())
     known = {path.name for folder in ("stoop", "tests", "tools") for path in files(folder)}
-    roots = (ROOT, ROOT / "stoop")
+    roots = (ROOT, ROOT / "stoop", document.parent)
     missing = {
         name
         for name in named
@@ -56,7 +60,25 @@ def test_every_python_file_named_by_a_document_exists(document: Path) -> None:
     assert missing == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def named_files(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w./*-])((?:[\w-]+/)*\w+\.py)\b", text))
+
+
+def test_every_path_named_in_the_code_exists() -> None:
+    """In docstrings, comments and messages; with a folder, so that it is a path of ours."""
+    sources = [*files("stoop"), *files("tests"), *files("tools"), *files("examples")]
+    roots = (ROOT, ROOT / "stoop", ROOT / "tests")
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources
+        if path != Path(__file__)
+        for name in named_files(path.read_text())
+        if "/" in name and not any((root / name).exists() for root in roots)
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str_of)
 def test_every_class_named_by_a_document_exists(document: Path) -> None:
     """`CamelCase` in code marks, and the method or field after its dot."""
     named = re.findall(r"`([A-Z][a-z]+[A-Z]\w+)(?:\.(\w+))?[`(]", document.read_text())
