@@ -27,7 +27,8 @@ class RepeatSpeculator:
         self.max_model_len = setup.config.schedule.max_model_len
 
     def phases(self) -> list[Phase]:
-        """`reads` and `writes` name the buffers that the phase touches; the sanitizer checks."""
+        """`reads` and `writes` name the buffers that the phase touches: a name that is no buffer,
+        or that is read before any phase writes it, is refused at the start."""
         reads = {"row_slots", "samples", "token_ids", "num_tokens", "num_drafts"}
         limits = {"draft_limit", "token_limit"}
         writes = {"token_ids", "num_drafts"}

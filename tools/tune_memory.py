@@ -13,9 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
-from stoop.attention.base import PagedContext
+from stoop.attention.base import PagedMetadata
 from stoop.attention.triton import TritonBackend, TritonMetadata
 from stoop.bench.shapes import target_config, write_config
+from stoop.core.state import PagedState
+from stoop.layers.stateful import StateContext, number_layers, stateful_layers
 from stoop.models.decoder import DecoderModel
 from stoop.models.registry import read_model_spec
 from stoop.ops.kernels import attention
@@ -52,6 +54,7 @@ def build(shape: str, max_len: int) -> DecoderModel:
     for name, parameter in model.named_parameters():
         parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(std=0.02)
     model.prepare(max_len)
+    number_layers(stateful_layers(model))
     return model
 
 
@@ -78,7 +81,8 @@ class Step:
             max_query_len=query_len,
         )
         slots = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).flatten().to(DEVICE)
-        self.context = PagedContext(backend, metadata, slots, caches)
+        paged = PagedMetadata(backend, metadata, slots)
+        self.context = StateContext(caches, {PagedState: paged})
         self.positions = positions.flatten().to(DEVICE)
         self.ids = torch.zeros_like(self.positions)
 

@@ -45,7 +45,7 @@ def methods() -> tuple[str, ...]:
 
 
 def asks_for_auto(given: Any) -> bool:
-    """Whether to take the head that comes with the model, if one does: see engine/drafter.py."""
+    """Whether to take the head that ships with the model, if any: see engine/choose_drafter.py."""
     return isinstance(given, str) and given.strip().lower() == "auto"
 
 
