@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
+from stoop.config.backends import BackendTraits
+from stoop.config.errors import ConfigError
 from stoop.graph.support import GraphSupport
 from stoop.ops.inputs import SlotTensors
 
@@ -40,6 +42,27 @@ class AttentionSetup:
     shapes: tuple[AttentionShape, ...] = ()  # distinct ones of all layers, the drafter's too
     query_len: int = 1  # query tokens of a decoding request
     kv_dtype: torch.dtype | None = None  # of the cache; None: as queries
+
+
+def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:
+    """Refuse what a backend does not declare to serve."""
+    name, dtype = f"attention_backend={traits.name}", str(setup.dtype).removeprefix("torch.")
+    sizes = traits.head_sizes or ()
+    foreign = [s.head_dim for s in setup.shapes if sizes and s.head_dim not in sizes]
+    problem = None
+    if traits.devices is not None and setup.device.type not in traits.devices:
+        kinds = " or ".join(kind.upper() for kind in traits.devices)
+        problem = f"does not run on {setup.device.type}: use a {kinds} device"
+    elif traits.dtypes is not None and dtype not in traits.dtypes:
+        problem = f"has no kernels for {dtype}: use dtype={' or '.join(traits.dtypes)}"
+    elif foreign:
+        known = ", ".join(map(str, sizes))
+        problem = f"has kernels for heads of {known}, none for {foreign[0]}: use another model"
+    elif traits.block_sizes is not None and setup.block_size not in traits.block_sizes:
+        known = ", ".join(map(str, traits.block_sizes))
+        problem = f"does not take block_size={setup.block_size}: use one of {known}"
+    if problem:
+        raise ConfigError(f"{name} {problem}, or attention_backend=auto")
 
 
 class AttentionBackend(Protocol):

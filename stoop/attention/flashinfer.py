@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoop.attention.base import AttentionSetup, AttentionShape
+from stoop.attention.base import AttentionSetup, AttentionShape, refuse_unsupported
 from stoop.attention.traits import FLASHINFER
 from stoop.batch.input_batch import InputBatch
 from stoop.config.errors import ConfigError
@@ -54,7 +54,12 @@ class FlashInferBackend:
     advance = None  # a plan is the host's
 
     def __init__(self, setup: AttentionSetup) -> None:
-        _refuse_unsupported(setup)
+        refuse_unsupported(FLASHINFER, setup)
+        if setup.kv_dtype not in (None, setup.dtype):
+            raise ConfigError(
+                "attention_backend=flashinfer reads a KV cache of the compute dtype only: leave "
+                "kv_cache_dtype at auto"
+            )
         try:
             import flashinfer
         except ImportError as error:
@@ -234,25 +239,3 @@ def _workspace_bytes(setup: AttentionSetup) -> int:
         num_rows = -(-num_rows // tile) * tile * (setup.max_reqs + 1)
         largest = max(largest, 4 * num_rows * shape.num_kv_heads * (shape.head_dim + 1))
     return largest
-
-
-def _refuse_unsupported(setup: AttentionSetup) -> None:
-    traits = FLASHINFER
-    assert traits.devices and traits.dtypes and traits.head_sizes and traits.block_sizes
-    dtype = str(setup.dtype).removeprefix("torch.")
-    head_sizes = [s.head_dim for s in setup.shapes if s.head_dim not in traits.head_sizes]
-    problem = None
-    if setup.device.type not in traits.devices:
-        problem = f"does not run on {setup.device.type}: use a CUDA device"
-    elif dtype not in traits.dtypes:
-        problem = f"has no kernels for {dtype}: use dtype=bfloat16 or float16"
-    elif setup.kv_dtype not in (None, setup.dtype):
-        problem = "reads a KV cache of the compute dtype only: leave kv_cache_dtype at auto"
-    elif head_sizes:
-        known = ", ".join(map(str, traits.head_sizes))
-        problem = f"has kernels for heads of {known}, none for {head_sizes[0]}: use another model"
-    elif setup.block_size not in traits.block_sizes:
-        known = ", ".join(map(str, traits.block_sizes))
-        problem = f"does not take block_size={setup.block_size}: use one of {known}"
-    if problem:
-        raise ConfigError(f"attention_backend=flashinfer {problem}, or attention_backend=auto")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from stoop.attention.base import AttentionBackend, AttentionSetup
+from stoop.attention.base import AttentionBackend, AttentionSetup, refuse_unsupported
 from stoop.attention.flashinfer import FlashInferBackend
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.attention.reference import ReferenceBackend
@@ -26,6 +26,8 @@ def register_backend(traits: BackendTraits, make: MakeBackend) -> None:
 
 
 def make_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
+    """Refused with a sentence if it does not serve what the engine needs."""
+    refuse_unsupported(backend_traits(name), setup)
     return BACKENDS[name](setup)
 
 

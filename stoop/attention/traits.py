@@ -3,13 +3,17 @@
 Nothing is imported here that a backend needs to run.
 """
 
+import os
+
 from stoop.config.backends import BackendTraits, declare_backend
 
 REFERENCE = BackendTraits("reference")
 HOSTPLAN = BackendTraits("hostplan")
+# Triton's interpreter, which tests use, runs kernels on a CPU.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = BackendTraits(
     "triton",
-    devices=("cuda",),
+    devices=("cuda", "cpu") if _INTERPRETED else ("cuda",),
     dtypes=("float32", "bfloat16", "float16"),
     preferred_on=("cuda",),
 )

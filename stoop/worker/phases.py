@@ -20,4 +20,5 @@ def step_phases(
         phases += speculator.phases()
     names = [phase.name for phase in phases]
     assert len(set(names)) == len(names), f"two phases of one name among {names}"
+    assert all(len(name) == 1 for name in names), f"a phase is named by one letter: {names}"
     return [replace(phase, host_call=host_calls.get(phase.name)) for phase in phases]

@@ -34,6 +34,7 @@ def test_an_exempt_engine_is_passed_over_and_goes_with_its_owner(text_model: Pat
 def test_frozen_cycles_would_stay_without_their_owner(text_model: Path) -> None:
     """The mutant: nothing is unfrozen, and memory is never given back."""
     llm = LLM(str(text_model), device="cpu")
+    llm.engine.runner.itself = llm.engine.runner  # type: ignore[attr-defined]
     gc.freeze()
     runner = weakref.ref(llm.engine.runner)
     del llm

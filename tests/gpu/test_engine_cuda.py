@@ -116,10 +116,10 @@ def test_phases_do_not_wait_for_the_device(checkpoint: str, prompts: list[list[i
     """From the inputs to the update the host only launches."""
     llm = LLM(checkpoint, dtype="float32", device="cuda", kv_cache_memory="64MiB", **SETTINGS)
     tokens(llm, prompts)  # first launches may wait, for example to load kernels
-    runner = llm.engine.runner
+    target = llm.engine.runner.target
     waited = []
     for name in ("inputs", "forward", "verify", "update"):
-        setattr(runner, name, _without_sync(getattr(runner, name), name, waited))
+        setattr(target, name, _without_sync(getattr(target, name), name, waited))
     assert len(tokens(llm, prompts)) == len(prompts)
     assert set(waited) == {"inputs", "forward", "verify", "update"}
 

@@ -76,7 +76,7 @@ def test_a_start_measures_nothing(target: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ModelRunner, "launch", lambda *a: launched.append(1) or launch(*a))
     llm = LLM(target, **SETTINGS)
     assert (built, launched) == ([1], [])
-    assert llm.config.spec is not None and llm.config.spec.num_tokens == chooser.CPU_DRAFTS
+    assert llm.config.spec is not None and llm.config.spec.num_drafts == chooser.CPU_DRAFTS
     assert llm.config.draft_note == (
         "the head that ships with stoop; stoop measures while it runs whether this helps here"
     )
@@ -85,7 +85,7 @@ def test_a_start_measures_nothing(target: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_head_that_paid_is_used_with_the_best_number_of_drafts(target: str) -> None:
     store_of(target).add(DraftCosts(3, 10.0, 22.0))
     llm = LLM(target, **SETTINGS)
-    assert llm.config.spec is not None and llm.config.spec.num_tokens == 2
+    assert llm.config.spec is not None and llm.config.spec.num_drafts == 2
     assert llm.config.draft_note == (
         "the head that ships with stoop: a step took 18 ms here instead of 10, and yields 2.7 "
         "tokens on benchmarks"
@@ -99,7 +99,7 @@ def test_a_head_that_paid_is_used_with_the_best_number_of_drafts(target: str) ->
 def test_fewer_drafts_in_one_run_do_not_mean_fewer_ever_after(target: str) -> None:
     store_of(target).add(DraftCosts(1, 10.0, 11.0))
     llm = LLM(target, **SETTINGS)
-    assert llm.config.spec is not None and llm.config.spec.num_tokens == 3
+    assert llm.config.spec is not None and llm.config.spec.num_drafts == 3
 
 
 def test_what_is_known_is_measured_less_often(target: str) -> None:
@@ -122,7 +122,7 @@ def test_a_head_that_did_not_pay_is_left_alone(target: str, capsys: pytest.Captu
 def test_what_a_busy_machine_shows_decides_nothing(target: str, drafted_ms: float) -> None:
     store_of(target).add(DraftCosts(3, 10.0, drafted_ms, busy=True))
     llm = LLM(target, **SETTINGS)
-    assert llm.config.spec is not None and llm.config.spec.num_tokens == 3
+    assert llm.config.spec is not None and llm.config.spec.num_drafts == 3
 
 
 def test_costs_are_refined(target: str) -> None:
@@ -189,7 +189,7 @@ def test_on_a_gpu_nothing_is_asked_of_the_store(target: str) -> None:
     store_of(target).add(DraftCosts(3, 10.0, 70.0))
     options, model = make_options(target, {}), read_model_spec(Path(target))
     found = choose_drafter(options, model, Path(target), "cuda:0", None)
-    assert found.spec is not None and found.spec.num_tokens == chooser.GPU_DRAFTS
+    assert found.spec is not None and found.spec.num_drafts == chooser.GPU_DRAFTS
     assert found.note == "the head that ships with stoop"
     assert found.store is None
 

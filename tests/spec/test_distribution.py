@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy import stats
+from torch import Tensor
 
 from stoop import LLM, SamplingParams
 from stoop.graph.descriptor import RunMode
@@ -293,8 +294,11 @@ def test_coupled_drafts_are_filtered_as_the_target(
     params, setting = options(1.5, **filters), Setting("eagle", "coupled", **STEP)
     coupled = shares(models, setting, params).sum()
     assert coupled > shares(models, Setting("eagle", "greedy", **STEP), params).sum() - 0.02
-    for name in ("apply_min_p_", "apply_top_k_top_p_"):
-        monkeypatch.setattr(drafting, name, lambda *_: None)
+
+    def temper_only(logits: Tensor, temperature: Tensor, *filters: Tensor) -> None:
+        drafting.temper_(logits, temperature[filters[-1]])
+
+    monkeypatch.setattr(drafting, "filter_", temper_only)
     assert shares(models, setting, params).sum() < coupled - 0.05
 
 

@@ -36,6 +36,7 @@ class Letters:
 
     num_blocks = 2 + LIMIT // 4
     block_bytes = 1
+    caches_prefixes = True
     draft_seconds = 0.0
     busy = False
     wants_scores = False

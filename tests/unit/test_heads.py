@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoop.attention.base import AttentionShape
 from stoop.config.errors import CheckpointError
+from stoop.layers.attention import Attention
+from stoop.layers.stateful import StatefulLayer, stateful_layers
 from stoop.models.decoder import DecoderModel
 from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.head_config import read_head_spec
 from stoop.models.head_source import canonical_names
-from stoop.ops.rope import HeadNorms, Rotation
-from stoop.ops.rope import rotate as turn_heads
 from support.head_layouts import (
     DIM,
     DRAFT,
@@ -93,26 +92,19 @@ def test_every_tensor_lands_in_its_place(tmp_path: Path, layout: Layout) -> None
         assert torch.equal(parameter, expected), name
     loaded = sum(parameter.numel() for parameter in head.parameters())
     assert loaded == sum(t.numel() for name, t in tensors.items() if name != "t2d")
-    kv_layers = [head.first.self_attn.layer, *(layer.self_attn.layer for layer in head.rest)]
-    assert kv_layers == [6 + index for index in range(layout.spec.decoder.num_layers)]
+    assert len(stateful_layers(head)) == layout.spec.decoder.num_layers
 
 
 class CausalContext:
     """Attention of one sequence to itself, written out."""
 
     def __init__(self) -> None:
-        self.layers: list[int] = []
+        self.layers: list[StatefulLayer] = []
 
-    def attend(
-        self,
-        layer: int,
-        shape: AttentionShape,
-        qkv: Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-    ) -> Tensor:
+    def run(self, layer: StatefulLayer, *inputs: Any) -> Tensor:
+        assert isinstance(layer, Attention)
         self.layers.append(layer)
-        return attend(*turn_heads(qkv, shape.num_kv_heads, rotation, norms))
+        return attend(*layer.rotated(*inputs))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -257,7 +249,7 @@ def test_a_loaded_head_computes_what_the_papers_say(tmp_path: Path, spec: EagleS
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     logits = wanted[0] @ plain.lm_head.T
     torch.testing.assert_close(head.logits(found[0]), logits, rtol=1e-9, atol=1e-9)
-    assert ctx.layers == 2 * [6 + index for index in range(spec.decoder.num_layers)]
+    assert ctx.layers == 2 * stateful_layers(head)
 
 
 @pytest.mark.parametrize(
