@@ -27,17 +27,17 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    ks: tuple[int, ...]  # acceptance of each
-    speed_ks: tuple[int, ...]  # and the speed of these
+class AcceptanceSettings:
+    draft_counts: tuple[int, ...]  # acceptance of each
+    timed_counts: tuple[int, ...]  # and the speed of these
     temperatures: tuple[float, ...]
     max_tokens: int  # of an answer
     batch_size: int  # requests at a time where speed is measured
     acceptance_batch: int  # and where it is not
 
     @property
-    def untimed_ks(self) -> list[int]:
-        return [k for k in self.ks if k not in self.speed_ks]
+    def untimed_counts(self) -> list[int]:
+        return [k for k in self.draft_counts if k not in self.timed_counts]
 
     def params(self, temperature: float, number: int, k: int | None = None) -> SamplingParams:
         """Of a question; its number is the seed."""
@@ -67,7 +67,7 @@ class Run:
 class Row:
     questions: str
     temperature: float
-    k: int
+    num_drafts: int
     run: Run
     plain: Run | None  # without drafts; None if nothing is timed
     timed: bool
@@ -78,7 +78,7 @@ class Row:
         return {
             "questions": self.questions,
             "temperature": self.temperature,
-            "k": self.k,
+            "k": self.num_drafts,
             "num_answers": self.run.num_answers,
             "num_tokens": self.run.num_tokens,
             "num_drafts": self.run.counts.num_draft_steps,  # steps that verified any
@@ -92,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AcceptanceReport:
-    plan: Plan
+    settings: AcceptanceSettings
     config: Config  # of the first engine
     rows: list[Row]
 
@@ -123,37 +123,43 @@ def encode_questions(
 
 
 def measure_acceptance(
-    start: StartWith, questions: Questions, plan: Plan, say: Say
+    start: StartWith, questions: Questions, settings: AcceptanceSettings, say: Say
 ) -> AcceptanceReport:
     # Drafters first: one that does not fit is refused before anything is measured.
-    engines = [(k, plan.batch_size, [k]) for k in plan.speed_ks]
-    if plan.untimed_ks:
-        engines.append((max(plan.untimed_ks), plan.acceptance_batch, plan.untimed_ks))
-    if plan.speed_ks:
-        engines.append((0, plan.batch_size, [0]))
+    engines = [(k, settings.batch_size, [k]) for k in settings.timed_counts]
+    if settings.untimed_counts:
+        engines.append(
+            (max(settings.untimed_counts), settings.acceptance_batch, settings.untimed_counts)
+        )
+    if settings.timed_counts:
+        engines.append((0, settings.batch_size, [0]))
     runs: dict[tuple[str, float, int], Run] = {}
     config = None
-    for number, (most, batch, ks) in enumerate(engines, start=1):
+    for number, (most, batch, draft_counts) in enumerate(engines, start=1):
         llm = start(most, batch)
         config = config or llm.config
         _check_room(llm.config, questions)
-        _warm_up(llm, questions, plan)
-        for place in ((n, t, k) for n in questions for t in plan.temperatures for k in ks):
-            runs[place] = _ask(llm, questions[place[0]], plan, *place[1:])
+        _warm_up(llm, questions, settings)
+        for place in (
+            (n, t, k) for n in questions for t in settings.temperatures for k in draft_counts
+        ):
+            runs[place] = _ask(llm, questions[place[0]], settings, *place[1:])
             say(f"engine {number} of {len(engines)}: {_summary(place, runs[place])}")
         del llm  # its memory is the next one's
     assert config is not None
     rows = [
-        Row(name, t, k, runs[name, t, k], runs.get((name, t, 0)), k in plan.speed_ks)
+        Row(name, t, k, runs[name, t, k], runs.get((name, t, 0)), k in settings.timed_counts)
         for name in questions
-        for t in plan.temperatures
-        for k in sorted({*plan.ks, *plan.speed_ks})
+        for t in settings.temperatures
+        for k in sorted({*settings.draft_counts, *settings.timed_counts})
     ]
-    return AcceptanceReport(plan, config, rows)
+    return AcceptanceReport(settings, config, rows)
 
 
-def _ask(llm: LLM, prompts: Sequence[list[int]], plan: Plan, temperature: float, k: int) -> Run:
-    params = [plan.params(temperature, number, k) for number in range(len(prompts))]
+def _ask(
+    llm: LLM, prompts: Sequence[list[int]], settings: AcceptanceSettings, temperature: float, k: int
+) -> Run:
+    params = [settings.params(temperature, number, k) for number in range(len(prompts))]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - started
@@ -161,10 +167,10 @@ def _ask(llm: LLM, prompts: Sequence[list[int]], plan: Plan, temperature: float,
     return Run(SpecCounts.sum(outputs, k), len(outputs), num_tokens, seconds)
 
 
-def _warm_up(llm: LLM, questions: Questions, plan: Plan) -> None:
+def _warm_up(llm: LLM, questions: Questions, settings: AcceptanceSettings) -> None:
     prompts = next(iter(questions.values()))[: llm.config.schedule.max_num_seqs]
-    for temperature in plan.temperatures:
-        params = plan.params(temperature, 0).replace(max_tokens=WARM_TOKENS)
+    for temperature in settings.temperatures:
+        params = settings.params(temperature, 0).replace(max_tokens=WARM_TOKENS)
         llm.generate(prompts, params, use_tqdm=False)
 
 

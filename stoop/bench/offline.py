@@ -24,7 +24,7 @@ class Load:
 
 
 @dataclass
-class Trace:
+class TokenTimes:
     """When each token of a request came; seconds since its arrival."""
 
     arrival: float
@@ -43,11 +43,11 @@ class Trace:
 class RunResult:
     load: Load
     seconds: float
-    traces: list[Trace]
+    requests: list[TokenTimes]
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(trace.times) for trace in self.traces)
+        return sum(len(request.times) for request in self.requests)
 
     @property
     def tokens_per_s(self) -> float:
@@ -107,7 +107,7 @@ def measure_modes(llms: dict[str, LLM], loads: list[Load], repeat: int) -> dict[
             for mode, llm in llms.items():
                 result = run(llm, load)
                 if turn:  # the first round warms up
-                    gaps[mode][place] += [gap for trace in result.traces for gap in trace.gaps]
+                    gaps[mode][place] += [gap for each in result.requests for gap in each.gaps]
     return {mode: [statistics.median(each) for each in columns] for mode, columns in gaps.items()}
 
 
@@ -115,20 +115,20 @@ def run(llm: LLM, load: Load) -> RunResult:
     """Generate for all requests at once, noting when each token came."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=load.output_len, ignore_eos=True)
-    traces: dict[str, Trace] = {}
+    requests: dict[str, TokenTimes] = {}
     started = time.perf_counter()
     for index, prompt in enumerate(random_prompts(llm, load)):
         request_id = f"bench-{index}"
         engine.add_request(request_id, prompt, params)
-        traces[request_id] = Trace(started)
+        requests[request_id] = TokenTimes(started)
     while engine.has_work:
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
-            trace = traces[output.request_id]
-            new = len(output.outputs[0].token_ids) - len(trace.times)
-            trace.times += [now - trace.arrival] * new
-    return RunResult(load, time.perf_counter() - started, list(traces.values()))
+            request = requests[output.request_id]
+            new = len(output.outputs[0].token_ids) - len(request.times)
+            request.times += [now - request.arrival] * new
+    return RunResult(load, time.perf_counter() - started, list(requests.values()))
 
 
 def random_prompts(llm: LLM, load: Load) -> list[list[int]]:

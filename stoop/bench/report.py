@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stoop.bench.offline import LatencyResult, Load, RunResult, Trace
+from stoop.bench.offline import LatencyResult, Load, RunResult, TokenTimes
 from stoop.bench.peer import PeerLoad, PeerResult
 from stoop.bench.profile import KernelRow, short_name
 from stoop.bench.spec import SpecResult
@@ -23,7 +23,7 @@ MAX_KERNELS = 30  # lines of a table
 
 
 def print_throughput(result: RunResult) -> None:
-    summary = _times(result.traces)
+    summary = _times(result.requests)
     load = result.load
     table = Table(title=f"throughput: {load.num_requests} requests at once")
     for column in ("measure", *(f"p{p}" for p in PERCENTILES)):
@@ -123,8 +123,7 @@ def _warn_if_disturbed(results: list[LatencyResult]) -> None:
 
 
 def _latency_record(result: LatencyResult, single: float | None) -> dict[str, Any]:
-    traces = [trace for run in result.runs for trace in run.traces]
-    times = _times(traces)
+    times = _times([request for run in result.runs for request in run.requests])
     record = {
         "batch_size": result.load.num_requests,
         "input_len": result.load.input_len,
@@ -265,12 +264,12 @@ def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _times(traces: list[Trace]) -> dict[str, dict[str, float]]:
+def _times(requests: list[TokenTimes]) -> dict[str, dict[str, float]]:
     """Milliseconds to the first token, between tokens, and to the last."""
     return {
-        "ttft_ms": _percentiles([trace.ttft for trace in traces]),
-        "itl_ms": _percentiles([gap for trace in traces for gap in trace.gaps]),
-        "e2e_ms": _percentiles([trace.times[-1] for trace in traces]),
+        "ttft_ms": _percentiles([request.ttft for request in requests]),
+        "itl_ms": _percentiles([gap for request in requests for gap in request.gaps]),
+        "e2e_ms": _percentiles([request.times[-1] for request in requests]),
     }
 
 

@@ -27,7 +27,7 @@ class SpecResult:
 
 
 def measure_drafts(
-    ks: Sequence[int],
+    draft_counts: Sequence[int],
     load: Load,
     num_layers: int,
     options: dict[str, Any],
@@ -36,7 +36,7 @@ def measure_drafts(
 ) -> list[SpecResult]:
     """Plain decoding and every K with both heads, in turns, on the toy target."""
     with tempfile.TemporaryDirectory() as root:
-        llms = _start_all(Path(root), ks, num_layers, options, start)
+        llms = _start_all(Path(root), draft_counts, num_layers, options, start)
         speeds: dict[tuple[str, int], list[float]] = {key: [] for key in llms}
         for turn in range(repeat + 1):
             for key, llm in llms.items():
@@ -47,17 +47,17 @@ def measure_drafts(
         return [
             SpecResult(
                 drafter=name,
-                num_drafts=k,
-                tokens_per_s=median[name, k],
+                num_drafts=num_drafts,
+                tokens_per_s=median[name, num_drafts],
                 tokens_per_step=llm.metrics()["spec_decode_mean_acceptance_length"],
-                speedup=median[name, k] / median["none", 0],
+                speedup=median[name, num_drafts] / median["none", 0],
             )
-            for (name, k), llm in llms.items()
+            for (name, num_drafts), llm in llms.items()
         ]
 
 
 def _start_all(
-    root: Path, ks: Sequence[int], num_layers: int, options: dict[str, Any], start: Start
+    root: Path, draft_counts: Sequence[int], num_layers: int, options: dict[str, Any], start: Start
 ) -> dict[tuple[str, int], LLM]:
     target = str(toy.write_target(root / "target", num_layers))
     right = toy.write_head(root / "right", "eagle3")
@@ -65,7 +65,7 @@ def _start_all(
     useless = toy.write_head(root / "useless", "eagle3", knows=frozenset({0}))
     llms = {("none", 0): start(target, options)}
     for name, head in (("right", right), ("useless", useless)):
-        for k in ks:
-            spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": k}
-            llms[name, k] = start(target, {**options, "speculative_config": spec})
+        for num_drafts in draft_counts:
+            spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts}
+            llms[name, num_drafts] = start(target, {**options, "speculative_config": spec})
     return llms

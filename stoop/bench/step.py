@@ -248,9 +248,9 @@ class Decoding:
 
     def advance(self, num_tokens: int) -> Span:
         """Step until every request has `num_tokens` more than the slowest has now."""
-        engine, outcomes = self.llm.engine, self.llm.engine.runner.outcomes
+        engine, outputs = self.llm.engine, self.llm.engine.runner.outputs
         goal = min(request.num_output_tokens for request in self.requests) + num_tokens
-        before, waited, started = engine.metrics(), outcomes.waited, time.perf_counter()
+        before, waited, started = engine.metrics(), outputs.waited, time.perf_counter()
         while min(request.num_output_tokens for request in self.requests) < goal:
             for output in engine.step():
                 raise AssertionError(f"{output.request_id} ended before it was timed")
@@ -258,7 +258,7 @@ class Decoding:
         after = engine.metrics()
         num_steps = after["num_steps"] - before["num_steps"]
         num_tokens = after["num_generated_tokens"] - before["num_generated_tokens"]
-        return Span(seconds, num_steps, num_tokens, outcomes.waited - waited)
+        return Span(seconds, num_steps, num_tokens, outputs.waited - waited)
 
     def close(self) -> None:
         for name in self.names:

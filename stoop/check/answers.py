@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoop.checkpoint.report import Report
 from stoop.core.outputs import CompletionOutput
 from stoop.core.prompts import Prompt
+from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 

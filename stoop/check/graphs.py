@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from stoop.checkpoint.report import Report
 from stoop.config.backends import serving_backends
 from stoop.config.schema import EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
+from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan
 from stoop.engine.choose_drafter import expand_auto
@@ -76,7 +76,7 @@ class Case:
 
 
 @dataclass
-class Outcome:
+class Recorded:
     """A workload's answers, and the drafts behind each number of known tokens."""
 
     answers: list[list[int]]
@@ -152,7 +152,7 @@ def run_checks(
     uncaptured = {name: value for name, value in options.items() if name != "capture_sizes"}
     eager = LLM(folder, graph_mode="none", **uncaptured)
     device = eager.config.device
-    expected = _eager_outcomes(eager, workloads) if device.dtype == "float64" else None
+    expected = _record_eager(eager, workloads) if device.dtype == "float64" else None
     layers = eager.engine.runner.layers
     head_sizes = [layer.shape.head_dim for layer in layers if isinstance(layer, Attention)]
     backends = backends or serving_backends(device.device, device.dtype, head_sizes)
@@ -169,10 +169,10 @@ def _num_drafts(engine: dict[str, Any]) -> int:
     return (spec.num_speculative_tokens or MAX_DRAFTS) if spec else 0
 
 
-def _eager_outcomes(eager: LLM, workloads: list[Workload]) -> dict[str, Outcome]:
+def _record_eager(eager: LLM, workloads: list[Workload]) -> dict[str, Recorded]:
     """Of steps that are neither captured nor padded. In lower precisions a token's last bits depend
     on the batch, and there is nothing to compare with."""
-    outcomes = {w.name: _run(eager, w) for w in workloads}
+    found = {w.name: _run(eager, w) for w in workloads}
     if eager.config.spec is not None and eager.config.spec.synthetic_rates is None:
         options = dataclasses.asdict(dataclasses.replace(eager.options, speculative_config=None))
         plain = LLM(**options)
@@ -180,12 +180,12 @@ def _eager_outcomes(eager: LLM, workloads: list[Workload]) -> dict[str, Outcome]
         for workload in workloads:
             # Drafts that are drawn keep the distribution, not the text.
             if workload.params.greedy or not drawn_drafts:
-                outcomes[workload.name].answers = _run(plain, workload).answers
-    return outcomes
+                found[workload.name].answers = _run(plain, workload).answers
+    return found
 
 
 def _check(
-    llm: LLM, case: Case, workloads: list[Workload], expected: dict[str, Outcome] | None
+    llm: LLM, case: Case, workloads: list[Workload], expected: dict[str, Recorded] | None
 ) -> Case:
     started = time.perf_counter()
     executor = llm.engine.runner.executor
@@ -195,13 +195,13 @@ def _check(
     for workload in workloads:
         case.num_workloads += 1
         try:
-            outcome = _run(llm, workload)
+            recorded = _run(llm, workload)
         except Exception as error:  # whatever a stale graph may do
             failures.append(f"{case.backend} {case.mode}, {workload.name}: {error}")
             continue
-        if expected is not None and outcome.answers != expected[workload.name].answers:
+        if expected is not None and recorded.answers != expected[workload.name].answers:
             failures.append(f"{case.backend} {case.mode}, {workload.name}: other tokens than eager")
-        if expected is not None and outcome.drafts != expected[workload.name].drafts:
+        if expected is not None and recorded.drafts != expected[workload.name].drafts:
             failures.append(f"{case.backend} {case.mode}, {workload.name}: other drafts than eager")
     managers = executor.managers.items()
     captured = [(name, each) for name, manager in managers for each in manager.descriptors]
@@ -216,19 +216,19 @@ def _check(
     return case
 
 
-def _run(llm: LLM, workload: Workload) -> Outcome:
+def _run(llm: LLM, workload: Workload) -> Recorded:
     source = random.Random(workload.name)
     vocab_size = llm.config.model.vocab_size
     prompts = [[source.randrange(vocab_size) for _ in range(n)] for n in workload.lengths]
-    outcome = Outcome([], {})
-    with _watch_drafts(llm, outcome):
+    recorded = Recorded([], {})
+    with _watch_drafts(llm, recorded):
         outputs = llm.generate(prompts, workload.params, use_tqdm=False)
-    outcome.answers = [list(output.outputs[0].token_ids) for output in outputs]
-    return outcome
+    recorded.answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return recorded
 
 
 @contextmanager
-def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
+def _watch_drafts(llm: LLM, recorded: Recorded) -> Iterator[None]:
     """Note after each step what stands behind the known tokens of its rows."""
     runner = llm.engine.runner
     slots, launch = runner.target.state.tensors, runner.launch
@@ -242,7 +242,7 @@ def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
         for number, row in zip(numbers, plan.rows, strict=True):
             known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
             drafts = slots.token_ids[row.slot, known : known + count].tolist()
-            outcome.drafts[f"{number - first}", known] = drafts
+            recorded.drafts[f"{number - first}", known] = drafts
         return launched
 
     runner.launch = spy  # type: ignore[method-assign]

@@ -357,12 +357,12 @@ def acceptance(
     Answers end at the end-of-text token, and seeds are fixed. Engines start one after another.
     """
     check_engine(model, {**engine, "max_num_seqs": 1})
-    from stoop.bench.acceptance import Plan, measure_acceptance
+    from stoop.bench.acceptance import AcceptanceSettings, measure_acceptance
     from stoop.bench.acceptance_report import draw_acceptance, print_acceptance
 
     drafter = _drafter(engine, model)
     proposed = str(drafter.pop("num_speculative_tokens", ""))
-    ks, timed = _drafts(k), () if speed_k == "none" else _drafts(speed_k or proposed)
+    counts, timed = _drafts(k), () if speed_k == "none" else _drafts(speed_k or proposed)
     temperatures = _temperatures(temperature)
     _check_file("--plot", plot, needs="matplotlib")
     _check_file("--out", out)
@@ -373,8 +373,10 @@ def acceptance(
         options = {"speculative_config": chosen, "max_num_seqs": batch}
         return start_llm(model, {**engine, **options, "enable_prefix_caching": False})
 
-    plan = Plan(ks, timed, temperatures, max_tokens, batch_size, acceptance_batch)
-    report = measure_acceptance(start, asked, plan, _say)
+    settings = AcceptanceSettings(
+        counts, timed, temperatures, max_tokens, batch_size, acceptance_batch
+    )
+    report = measure_acceptance(start, asked, settings, _say)
     print_acceptance(report, model, drafter, out)
     if plot is not None:
         draw_acceptance(report, plot, _say)

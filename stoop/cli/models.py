@@ -19,7 +19,7 @@ def list_cached(context: typer.Context) -> None:
     from stoop.checkpoint.cache import models_dir
     from stoop.checkpoint.hub import hub_cache_dir
     from stoop.checkpoint.inventory import list_models
-    from stoop.checkpoint.report import show_bytes, show_path
+    from stoop.core.report import show_bytes, show_path
 
     found = list_models()
     places = f"stoop: {show_path(models_dir())}, hub: {show_path(hub_cache_dir())}"
@@ -45,8 +45,8 @@ def remove(
 ) -> None:
     """Remove models from the cache, with what is left of unfinished downloads of them."""
     from stoop.checkpoint.inventory import find_models, remove_models
-    from stoop.checkpoint.report import show_bytes
     from stoop.config.errors import ConfigError
+    from stoop.core.report import show_bytes
 
     found = {name: find_models(name) for name in names}
     if not yes and not sys.stdin.isatty():

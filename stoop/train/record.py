@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stoop.core.plotting import find_pyplot
+from stoop.plotting import find_pyplot
 from stoop.train.files import read_records, write_records
 from stoop.train.progress import Teller, duration
 from stoop.train.settings import Say

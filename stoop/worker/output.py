@@ -81,12 +81,12 @@ class ScoreReader:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutput:
     """A step's verdict on its way to the host, while later steps write over the device's."""
 
     host: Verdict
     landed: torch.cuda.Event | None  # None: it is there
-    ring: "OutcomeRing"
+    ring: "OutputRing"
 
     def wait(self) -> None:
         """This is where the loop waits for the device. (Scores are waited for apart, and a backend
@@ -101,8 +101,8 @@ class Outcome:
         self.ring.free.append(self)
 
 
-class OutcomeRing:
-    """Pinned places for as many outcomes as may be under way.
+class OutputRing:
+    """Pinned places for as many outputs as may be under way.
 
     One whose launch failed, or whose reading did, never comes back: another takes its place, since
     those of the steps around it are still to be read.
@@ -110,22 +110,22 @@ class OutcomeRing:
 
     def __init__(self, verdict: Verdict, size: int) -> None:
         self.verdict = verdict
-        self.waited = 0.0  # seconds that the host has waited for outcomes
+        self.waited = 0.0  # seconds that the host has waited for outputs
         self.free = [self._make() for _ in range(size)]
 
-    def _make(self) -> Outcome:
+    def _make(self) -> StepOutput:
         packed, max_reqs = self.verdict.packed, self.verdict.num_tokens.shape[0]
         cuda = packed.device.type == "cuda"
         host = torch.zeros(packed.shape, dtype=packed.dtype, pin_memory=cuda)
-        return Outcome(Verdict.of(host, max_reqs), torch.cuda.Event() if cuda else None, self)
+        return StepOutput(Verdict.of(host, max_reqs), torch.cuda.Event() if cuda else None, self)
 
-    def send(self) -> Outcome:
+    def send(self) -> StepOutput:
         """Start the copy of what the step that was launched last will have found."""
-        outcome = self.free.pop() if self.free else self._make()
-        outcome.host.packed.copy_(self.verdict.packed, non_blocking=True)
-        if outcome.landed is not None:
-            outcome.landed.record()
-        return outcome
+        output = self.free.pop() if self.free else self._make()
+        output.host.packed.copy_(self.verdict.packed, non_blocking=True)
+        if output.landed is not None:
+            output.landed.record()
+        return output
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,17 @@ class LaunchedStep:
 
     index: int
     batch: InputBatch
-    outcome: Outcome
+    output: StepOutput
     reader: ScoreReader
     wants_scores: bool  # hidden states must stay as they are until the result is read
 
     def result(self) -> StepResult:
-        self.outcome.wait()
-        batch, host = self.batch, self.outcome.host
+        self.output.wait()
+        batch, host = self.batch, self.output.host
         counts = host.num_tokens[: batch.num_reqs].tolist()
         token_ids = host.token_ids[: batch.num_reqs].tolist()
         num_drafts = host.num_drafts[: batch.num_reqs].tolist()
-        self.outcome.release()
+        self.output.release()
         found = zip(batch.plan_rows, token_ids, counts, num_drafts, strict=True)
         rows = [
             RowResult(row.request_id, row.epoch, tokens[:count], drafts)
