@@ -265,7 +265,7 @@ def test_invariant_18_each_step_stages_from_arrays_of_its_own(
     assert not any(np.shares_memory(a, b) for (a, _), (b, _) in pairwise(seen))
 
 
-def test_invariant_18_an_output_is_not_written_over_before_it_is_read() -> None:
+def test_invariant_18_an_outcome_is_not_written_over_before_it_is_read() -> None:
     """Not even if a launch failed behind its copy, and nobody will read that one."""
     verdict = Verdict.make(2, 3, torch.device("cpu"))
     ring = OutputRing(verdict, 2)
