@@ -1,4 +1,4 @@
-"""Acceptance as a table, a picture and a JSON line."""
+"""Acceptance results as a table, a plot and a JSON line."""
 
 from itertools import groupby
 from pathlib import Path
@@ -30,8 +30,8 @@ def print_acceptance(
     console = Console()
     console.print(table)
     console.print(
-        "[dim]by position: share of drafts accepted; length: tokens per step that verified any; "
-        f"tok/s: {settings.batch_size} at a time, prompts included; plain: without drafts[/dim]"
+        "[dim]by position: share of drafts accepted; length: tokens per step with drafts; "
+        f"tok/s: batch {settings.batch_size}, including prompts; plain: tok/s without drafts[/dim]"
     )
     print_json(
         {
@@ -51,7 +51,7 @@ def print_acceptance(
 
 
 def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
-    """Tokens a step by K, and how far drafts stand at the largest K; needs matplotlib."""
+    """Plot tokens per step by K, and acceptance by position at the largest K."""
     pyplot = find_pyplot("plot", say)
     if pyplot is None:
         return

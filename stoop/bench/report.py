@@ -1,4 +1,4 @@
-"""Results as a table for people and a JSON line for programs."""
+"""Prints results as a table and a JSON line."""
 
 import json
 from dataclasses import asdict
@@ -19,7 +19,7 @@ from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
 
 PERCENTILES = (50, 90, 99)
-MAX_KERNELS = 30  # lines of a table
+MAX_KERNELS = 30  # rows in the table
 
 
 def print_throughput(result: RunResult) -> None:
@@ -35,7 +35,7 @@ def print_throughput(result: RunResult) -> None:
     console.print(
         f"{result.num_tokens} tokens in {result.seconds:.2f} s: "
         f"[bold]{result.tokens_per_s:.1f} tokens/s[/bold] "
-        f"({num_all / result.seconds:.1f} with the prompts)"
+        f"({num_all / result.seconds:.1f} including prompts)"
     )
     print_json(
         {
@@ -86,14 +86,14 @@ def print_latency(results: list[LatencyResult]) -> None:
     Console().print(table)
     _warn_if_disturbed(results)
     Console().print(
-        "[dim]scaling: tokens/s relative to batch 1; gap: ms between tokens; GB/s: the rate at "
-        "which weights are read, once per step[/dim]"
+        "[dim]scaling: tokens/s relative to batch 1; gap: ms between tokens; GB/s: weight bytes "
+        "read, once per step[/dim]"
     )
     print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
 
 
 def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
-    """Milliseconds of a decode step by mode and context."""
+    """Print milliseconds per decode step by mode and context."""
     table = Table(title=f"ms between tokens, batch {loads[0].num_requests}")
     table.add_column("mode")
     for load in loads:
@@ -112,13 +112,13 @@ def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
 
 
 def _warn_if_disturbed(results: list[LatencyResult]) -> None:
-    """Rounds that differ much mean that something else used the cores."""
+    """Warn if runs differ much, which means that other programs used the cores."""
     for result in results:
         speeds = [run.tokens_per_s for run in result.runs]
         if max(speeds) > 1.25 * min(speeds):
             Console().print(
                 f"[yellow]batch {result.load.num_requests}: runs range from {min(speeds):.1f} to "
-                f"{max(speeds):.1f} tokens/s; the machine is not idle: measure again[/yellow]"
+                f"{max(speeds):.1f} tokens/s; the machine is not idle: run it again[/yellow]"
             )
 
 
@@ -132,7 +132,7 @@ def _latency_record(result: LatencyResult, single: float | None) -> dict[str, An
         "tokens_per_s": result.tokens_per_s,
         "tokens_per_s_by_run": [run.tokens_per_s for run in result.runs],
         "speedup_over_batch_1": result.tokens_per_s / single if single else None,
-        # Every step reads the weights once: the rate that this alone takes.
+        # The read rate of the weights alone, which every step reads once.
         "weight_gb_per_s": result.weight_bytes / times["itl_ms"]["p50"] / 1e6,
         **times,
     }
@@ -178,9 +178,8 @@ def print_steps(report: StepReport) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "[dim]times in ms; floor: time to read weights and live KV at "
-        f"{report.bandwidth / 1e12:.3f} TB/s, as measured here; kernels and busy: of a step under "
-        "the profiler[/dim]"
+        "[dim]times in ms; floor: time to read weights and live KV at the measured "
+        f"{report.bandwidth / 1e12:.3f} TB/s; kernels and busy: per step, under the profiler[/dim]"
     )
     console.print(
         f"engine ready in {report.start_s:.1f} s, first token {report.first_token_s:.2f} s later"
@@ -204,7 +203,7 @@ def print_peer(load: PeerLoad, result: PeerResult) -> None:
     for column in ("", "ms"):
         table.add_column(column, justify="right")
     for batch, ms in result.ms_per_step.items():
-        table.add_row(f"a step, batch {batch}", f"{ms:.3f}")
+        table.add_row(f"step, batch {batch}", f"{ms:.3f}")
     for length, ms in result.first_token_ms.items():
         table.add_row(f"first token, prompt {length}", f"{ms:.1f}")
     console = Console()
@@ -265,7 +264,7 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 def _times(requests: list[TokenTimes]) -> dict[str, dict[str, float]]:
-    """Milliseconds to the first token, between tokens, and to the last."""
+    """Return percentiles of the ms to the first token, between tokens, and to the last token."""
     return {
         "ttft_ms": _percentiles([request.ttft for request in requests]),
         "itl_ms": _percentiles([gap for request in requests for gap in request.gaps]),
@@ -289,7 +288,7 @@ def _add_times(table: Table, times: dict[str, dict[str, float]]) -> None:
 
 
 def print_json(record: dict[str, Any], out: Path | None = None) -> None:
-    """The last line of a benchmark; in a file of its own too, if one is named."""
+    """Print a benchmark's last line, and also write it to `out`."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
@@ -299,7 +298,7 @@ def print_json(record: dict[str, Any], out: Path | None = None) -> None:
         return [rounded(entry) for entry in value] if isinstance(value, list) else value
 
     line = json.dumps(rounded(record))
-    print(line, flush=True)  # first: a full disk must not cost the result
+    print(line, flush=True)  # first, so that a full disk does not lose the result
     if out is not None:
         try:
             out.write_text(line + "\n")

@@ -1,4 +1,4 @@
-"""What speculation is worth where a head's quality is known: always right, or never."""
+"""The speedup of speculation with toy heads that are always right or always wrong."""
 
 import statistics
 import tempfile
@@ -16,8 +16,10 @@ Start = Callable[[str, dict[str, Any]], LLM]
 
 @dataclass(frozen=True)
 class SpecResult:
+    """The result for one head and K."""
+
     drafter: str  # none, right or useless
-    num_drafts: int  # K
+    num_drafts: int
     tokens_per_s: float
     tokens_per_step: float
     speedup: float  # over plain decoding in the same run
@@ -34,7 +36,7 @@ def measure_drafts(
     repeat: int,
     start: Start,
 ) -> list[SpecResult]:
-    """Plain decoding and every K with both heads, in turns, on the toy target."""
+    """Measure plain decoding and every K with both heads, in alternating runs."""
     with tempfile.TemporaryDirectory() as root:
         llms = _start_all(Path(root), draft_counts, num_layers, options, start)
         speeds: dict[tuple[str, int], list[float]] = {key: [] for key in llms}
@@ -61,7 +63,7 @@ def _start_all(
 ) -> dict[tuple[str, int], LLM]:
     target = str(toy.write_target(root / "target", num_layers))
     right = toy.write_head(root / "right", "eagle3")
-    # A head that knows no token but one is wrong all but always.
+    # A head that knows only one token is almost always wrong.
     useless = toy.write_head(root / "useless", "eagle3", knows=frozenset({0}))
     llms = {("none", 0): start(target, options)}
     for name, head in (("right", right), ("useless", useless)):

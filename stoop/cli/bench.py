@@ -52,6 +52,18 @@ Context = Annotated[
     int | None,
     typer.Option(min=1, help="context tokens per request with random KV, instead of a prompt"),
 ]
+QuestionFiles = Annotated[
+    list[Path],
+    typer.Option(
+        help=".jsonl file with a turns (the first is used), prompt or text field; may be repeated"
+    ),
+]
+TimedDrafts = Annotated[
+    str | None,
+    typer.Option(
+        "--speed-k", help="values of K to measure speed for, or none; default: the K of -sc"
+    ),
+]
 StepGraphMode = Annotated[str, typer.Option(help=engine_help("graph_mode"))]
 
 # The shape and the load determine these options.
@@ -342,22 +354,11 @@ def spec(
 @_question_flags
 def acceptance(
     model: Model = DEFAULT_MODEL,
-    questions: Annotated[
-        list[Path],
-        typer.Option(
-            help=".jsonl file with a turns (the first is used), prompt or text field; may be "
-            "repeated"
-        ),
-    ] = [],  # noqa: B006
+    questions: QuestionFiles = [],  # noqa: B006
     k: Annotated[
         str, typer.Option("--k", help="draft tokens per step, separated by commas")
     ] = "1,2,3,4,5,6,7,8",
-    speed_k: Annotated[
-        str | None,
-        typer.Option(
-            "--speed-k", help="values of K to measure speed for, or none; default: the K of -sc"
-        ),
-    ] = None,
+    speed_k: TimedDrafts = None,
     temperature: Annotated[
         str, typer.Option(help="sampling temperatures, separated by commas; 0 is greedy")
     ] = "0,1",

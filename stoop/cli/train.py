@@ -17,6 +17,21 @@ from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSett
 if TYPE_CHECKING:
     from stoop.train.job import Job
 
+PromptFiles = Annotated[
+    list[Path],
+    typer.Option(
+        help="prompts for the target to answer: a .jsonl file with a prompt, text, instruction, "
+        "turns or messages field, or a text file with one prompt per line; may be repeated"
+    ),
+]
+FreshData = Annotated[
+    bool,
+    typer.Option(
+        "--fresh-data",
+        help="delete the data and the checkpoint in --out and start over; without this flag, "
+        "options that do not match the existing data are refused",
+    ),
+]
 STAGES = ("data", "train", "export")
 GROUPS = {"data": DataSettings, "head": HeadSettings, "train": TrainSettings}
 
@@ -48,14 +63,7 @@ def _settings_flags(command: Any) -> Any:
 def train_draft(
     target: Model,
     out: Annotated[Path, typer.Option(help="folder for data, checkpoints and the trained head")],
-    prompts: Annotated[
-        list[Path],
-        typer.Option(
-            help="prompts for the target to answer: a .jsonl file with a prompt, text, "
-            "instruction, turns or messages field, or a text file with one prompt per line; may "
-            "be repeated"
-        ),
-    ] = [],  # noqa: B006
+    prompts: PromptFiles = [],  # noqa: B006
     stage: Annotated[str, typer.Option(help="stage to run: all, data, train or export")] = "all",
     time_budget: Annotated[
         float | None,
@@ -67,14 +75,7 @@ def train_draft(
         bool,
         typer.Option("--fresh", help="ignore the checkpoint in --out and train from the start"),
     ] = False,
-    fresh_data: Annotated[
-        bool,
-        typer.Option(
-            "--fresh-data",
-            help="delete the data and the checkpoint in --out and start over; without this flag, "
-            "options that do not match the existing data are refused",
-        ),
-    ] = False,
+    fresh_data: FreshData = False,
     layout: Annotated[
         str, typer.Option(help="format of the exported head: eagle, speculators or both")
     ] = "both",
