@@ -99,6 +99,8 @@ class Row:
 
 @dataclass(frozen=True)
 class AcceptanceReport:
+    """The results for all files, temperatures and K."""
+
     settings: AcceptanceSettings
     config: Config  # of the first engine
     rows: list[Row]

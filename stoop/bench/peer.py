@@ -46,6 +46,8 @@ class PeerLoad:
 
 @dataclass(frozen=True)
 class PeerResult:
+    """The peer's measurements."""
+
     engine: str
     start_s: float
     ms_per_step: dict[int, float]  # by batch

@@ -24,6 +24,8 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 class Peer:
+    """A vLLM engine and its measurements."""
+
     def __init__(self, task: dict[str, Any], folder: Path) -> None:
         import vllm
 

@@ -30,6 +30,8 @@ def soft_cross_entropy(
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
+    """The loss, with gradients computed in the forward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -33,6 +33,8 @@ def _setting(default: Any, text: str, least: float | None = None, most: float | 
 
 @dataclass(frozen=True)
 class _Settings:
+    """Checks values against the range of each field."""
+
     def __post_init__(self) -> None:
         for each in fields(self):
             value, least, most = (
@@ -51,6 +53,8 @@ class _Settings:
 
 @dataclass(frozen=True)
 class DataSettings(_Settings):
+    """Options of the data stage."""
+
     invent: int = _setting(0, "number of prompts the target writes itself, besides --prompts", 0)
     answers: int = _setting(1, "answers per prompt; at most one is greedy", 1)
     greedy_share: float = _setting(0.5, "fraction of greedy answers; the rest are sampled", 0, 1)
@@ -76,6 +80,8 @@ class DataSettings(_Settings):
 
 @dataclass(frozen=True)
 class HeadSettings(_Settings):
+    """Options of the head's architecture."""
+
     draft_vocab: int | None = _setting(
         None,
         "size of the head's vocabulary, in tokens; default: 8192, 16384 or 32768, whichever "
@@ -95,6 +101,8 @@ class HeadSettings(_Settings):
 
 @dataclass(frozen=True)
 class TrainSettings(_Settings):
+    """Options of the training stage."""
+
     ttt_steps: int = _setting(
         7, "passes of the training-time test: draft tokens per chain in training", 1, 16
     )

@@ -71,7 +71,7 @@ def _what_was_saved(job: Job, trainer: Trainer | None) -> str:
     if saved:
         kept = f"the checkpoint is still that of step {saved:,}; {again}"
         return f"training: step {step:,} was not saved, {kept}"
-    return f"training: step {step:,} was not saved, nor was one before; {job.again()}"
+    return f"training: step {step:,} was not saved, nor was an earlier one; {job.again()}"
 
 
 def _make_trainer(job: Job) -> Trainer:

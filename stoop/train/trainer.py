@@ -323,10 +323,10 @@ def _digest(corpus: Corpus) -> str:
 
 # Messages for entries of an identity that are not command-line options.
 _NO_OPTIONS = {
-    "target": "for another target, or for other weights of it",
+    "target": "for a different target, or for different weights of it",
     **dict.fromkeys(
         ("documents", "tokens", "draft_ids", "coverage", "data"),
-        "on other data than there is now",
+        "on data that has changed since",
     ),
 }
 

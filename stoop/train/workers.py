@@ -170,6 +170,8 @@ def _relay(ends: dict[Connection, int], job: Job, combined: Combined) -> None:
 
 @dataclass(frozen=True)
 class _Sender:
+    """Sends to the parent; callable objects, since processes cannot share closures."""
+
     end: Connection
 
     def _send(self, sent: str | Progress | None) -> None:

@@ -126,7 +126,7 @@ def _write_verdict(path: Path, verdict: str) -> None:
             raise
     except OSError as error:
         log.warning(
-            "the cache folder %s is not writable (%s), so the next start tests AMX again: set "
+            "the cache folder %s cannot be written (%s), so the next start tests AMX again: set "
             "STOOP_CACHE to a writable folder",
             path.parent,
             error,

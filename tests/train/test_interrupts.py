@@ -237,7 +237,7 @@ def test_a_first_save_that_is_interrupted_leaves_no_checkpoint(
 ) -> None:
     interrupting(monkeypatch, trainer, "make_lesson", 2)
     half_saved(monkeypatch, 1)
-    with pytest.raises(KeyboardInterrupt, match="step 1 was not saved, nor was one before"):
+    with pytest.raises(KeyboardInterrupt, match="step 1 was not saved, nor was an earlier one"):
         run_train(job)
     assert not list(job.train.glob("checkpoint*"))
 

@@ -131,7 +131,7 @@ def other_weights(job: Job) -> Job:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (other_data, "trained on other data than there is now.*--fresh"),
+        (other_data, "trained on data that has changed since.*--fresh"),
         (in_float32, "with --dtype float64, not with --dtype float32.*--fresh"),
         (other_weights, "for another target.*--fresh"),
     ],
