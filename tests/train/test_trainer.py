@@ -133,7 +133,7 @@ def other_weights(job: Job) -> Job:
     [
         (other_data, "trained on data that has changed since.*--fresh"),
         (in_float32, "with --dtype float64, not with --dtype float32.*--fresh"),
-        (other_weights, "for another target.*--fresh"),
+        (other_weights, "for a different target.*--fresh"),
     ],
 )
 def test_a_checkpoint_of_other_things_is_refused(
