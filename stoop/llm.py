@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoop.checkpoint.report import Report
 from stoop.config.errors import MissingError, RequestError
 from stoop.config.resolve import make_options
 from stoop.config.schema import DEFAULT_MODEL, Config
@@ -13,6 +12,7 @@ from stoop.config.values import is_whole, plain
 from stoop.config.vllm_names import CALL_ARGS, METHODS, check_foreign
 from stoop.core.outputs import RequestOutput
 from stoop.core.prompts import Prompt
+from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
 from stoop.engine.engine import build_engine
 from stoop.engine.inputs import check_priority

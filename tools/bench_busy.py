@@ -1,10 +1,9 @@
-"""A start and an answer on idle cores, beside programs that keep them busy, and on one idle core.
+"""Start-up and answer speed on idle cores, on cores shared with busy programs, and on one core.
 
     python tools/bench_busy.py --load 4 --rounds 3
 
-The busy programs run in a session of their own, as from another terminal, or in this one. Each
-round runs `stoop generate` once in each setting. The last line is JSON. Run it on a machine that
-does nothing else.
+The busy programs run in their own session, as if from another terminal, or in this one. Each round
+runs `stoop generate` once per setting. The last line is JSON. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -27,12 +26,12 @@ SPEED = re.compile(r"tokens in [\d.]+ s: ([\d.]+) tokens/s")
 
 @contextmanager
 def busy(num_programs: int, own_session: bool) -> Iterator[None]:
-    """So many programs that never rest."""
+    """Run programs that keep cores busy until the block ends."""
     programs = []
     if num_programs:
         loop = f"{sys.executable} -c '{BURN}' & "
         command = ["sh", "-c", loop * num_programs + "wait"]
-        # A group, to end them all at once; a session has one too.
+        # A process group, to kill them all at once; a new session has one, too.
         group = None if own_session else 0
         programs = [subprocess.Popen(command, start_new_session=own_session, process_group=group)]
         time.sleep(1)
@@ -45,7 +44,7 @@ def busy(num_programs: int, own_session: bool) -> Iterator[None]:
 
 
 def run(arguments: list[str], threads: int | None = None) -> tuple[float, float, float]:
-    """Seconds until ready as stoop reports it, seconds in all, and tokens/s."""
+    """Return seconds until ready as reported by stoop, seconds in total, and tokens/s."""
     environment = dict(os.environ)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -74,7 +73,7 @@ def main() -> None:
         "busy, same session": (options.load, False, None),
         "one idle core": (0, True, 1),
     }
-    run(arguments)  # fetches, converts and warms the file cache
+    run(arguments)  # downloads, converts and warms the file cache
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
     for _ in range(options.rounds):
         for name, (load, own_session, threads) in settings.items():

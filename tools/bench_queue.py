@@ -1,8 +1,8 @@
-"""What a step costs with few and with many prompts queued, and what it costs to leave them all.
+"""The time of a step with few and with many queued prompts, and the time to abort them all.
 
     python tools/bench_queue.py --queued 16,20000,100000
 
-A toy model, so that the time is the host's. The last line is JSON.
+Uses a toy model, so that host time dominates. The last line is JSON.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def make_llm(folder: Path) -> LLM:
 
 
 def measure(llm: LLM, num_queued: int) -> dict[str, Any]:
-    """Milliseconds of a step, and seconds to queue them, to answer them, and to leave them."""
+    """Return milliseconds per step, and seconds to queue, answer and abort the prompts."""
     prompts = [[i % 60 + 1, i // 60 % 60 + 1] for i in range(num_queued)]
     steps, real_step = [], llm.engine.step
 

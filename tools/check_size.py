@@ -1,4 +1,4 @@
-"""Keep files and functions small enough to read: run by `make lint`."""
+"""Checks the size limits of files and functions; `make lint` runs it."""
 
 import ast
 import sys
@@ -26,7 +26,7 @@ def oversize(path: Path) -> Iterator[str]:
 
 def main() -> int:
     problems = [line for path in sorted(ROOT.glob("stoop/**/*.py")) for line in oversize(path)]
-    print("\n".join(problems) or "sizes are within their limits")
+    print("\n".join(problems) or "all files and functions are within the size limits")
     return 1 if problems else 0
 
 

@@ -1,10 +1,9 @@
-"""Programming prompts to train a draft head on: beginnings of Python functions, to be completed.
+"""Programming prompts for training a draft head: Python functions to complete.
 
     python tools/code_prompts.py > code.jsonl
 
-Two sources: small exercises composed of a choice and a task, whose examples are computed, and
-functions of Python's standard library, of which signature and docstring are shown. So the file
-depends on the seed and on the version of Python.
+There are two sources: generated exercises with computed examples, and signatures and docstrings
+from Python's standard library. So the output depends on the seed and on the Python version.
 """
 
 import argparse
@@ -281,7 +280,7 @@ def _stub(
 
 
 def library(draw: random.Random) -> Iterator[str]:
-    """Signature and docstring of the standard library's functions, in an order of its own."""
+    """Yield signatures and docstrings of standard library functions in random order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     stubs: dict[str, None] = {}
     for path in sorted(root.rglob("*.py")):
@@ -301,10 +300,12 @@ def library(draw: random.Random) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--exercises", type=int, default=6000, help="default: 6000")
-    parser.add_argument("--library", type=int, default=4000, help="at most so many; default: 4000")
+    parser.add_argument(
+        "--library", type=int, default=4000, help="at most this many; default: 4000"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the first lines only may do so
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when piped into head
     draw = random.Random(options.seed)
     found = dict.fromkeys(exercises(options.exercises, draw))
     found |= dict.fromkeys(islice(library(draw), options.library))

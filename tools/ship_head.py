@@ -1,10 +1,10 @@
-"""Put a trained head where stoop finds it for its target: weights, card, measured acceptance, and
-the fingerprint of the target's weights.
+"""Installs a trained head into stoop/heads, with its model card, measured acceptance, and the
+fingerprint of the target's weights.
 
     python tools/ship_head.py draft/head smollm2-135m acceptance.json [more.json ...]
 
-These are what `stoop bench acceptance --out` wrote; the first has K = 1, 2, 3 at temperature 0.
-To renew only the fingerprint of a head that is there:
+The JSON files come from `stoop bench acceptance --out`; the first must have K = 1, 2, 3 at
+temperature 0. To update only the fingerprint of an installed head:
 
     python tools/ship_head.py --fingerprint smollm2-135m
 """
@@ -16,18 +16,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-# Without the families no GGUF file can be converted.
+# Converting a GGUF file needs the registered model families.
 import stoop.models.registry  # noqa: F401
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.shipped import write_fingerprint
 
 HEADS = Path(__file__).resolve().parent.parent / "stoop" / "heads"
 MAX_BYTES = 25_000_000
-CHOSEN_FROM = (1, 2, 3)  # drafts a step on a CPU
+CHOSEN_FROM = (1, 2, 3)  # values of K that -sc auto chooses from on a CPU
 
 
 def tokens_per_step(rows: list[dict[str, Any]]) -> list[float]:
-    """Greedy, with 1, 2, 3 drafts: the mean over the files of questions."""
+    """Return greedy tokens per step for K = 1, 2, 3, averaged over the question files."""
     lengths: dict[int, list[float]] = {k: [] for k in CHOSEN_FROM}
     for row in rows:
         if row["temperature"] == 0 and row["k"] in lengths:
@@ -39,12 +39,12 @@ def tokens_per_step(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """For the card: every file, temperature and K."""
+    """Format the acceptance of every file, temperature and K for the model card."""
     lines = [
         f"## Acceptance: {record['dtype']} on {record['device']}, {record['max_tokens']} tokens, "
-        f"drafts picked by method {record['speculative_config']['draft_sample_method']}",
+        f"draft_sample_method {record['speculative_config']['draft_sample_method']}",
         "",
-        "| questions | temperature | K | tokens a step | share of drafts that stand, by position |",
+        "| questions | temperature | K | tokens per step | share of drafts accepted, by position |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in record["rows"]:
@@ -55,7 +55,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def ship(head: Path, heads: Path, name: str, acceptance: list[Path], target: Path) -> Path:
-    """target: the folder of the weights that the head was trained on"""
+    """Copy a head into `heads`. target: the folder of the weights it was trained on"""
     records = [json.loads(path.read_text()) for path in acceptance]
     lengths = tokens_per_step(records[0]["rows"])
     weights = head / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Times of other tilings, to choose the constants of ops/kernels/attention.py.
+"""Times attention tilings, to choose the constants in ops/kernels/attention.py.
 
 On a CUDA device: PYTHONPATH=.:tests python tools/tune_attention.py
 """

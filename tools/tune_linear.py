@@ -1,4 +1,4 @@
-"""Times of products of few tokens, by cuBLAS and by the best of ours, and of whole models' chains.
+"""Times small-batch GEMMs with cuBLAS and with stoop's kernels, and whole models' linear layers.
 
 On a CUDA device: PYTHONPATH=. python tools/tune_linear.py
 """
@@ -51,7 +51,7 @@ MODELS = {
     "Llama-1B": Model(16, 2048, 3072, 8192, 128256),
     "Llama-8B": Model(32, 4096, 6144, 14336, 128256),
 }
-HEADS = {  # of EAGLE-3: q, k and v of two inputs; the join of three streams; fewer tokens
+HEADS = {  # EAGLE-3: qkv of two concatenated inputs, fc of three taps, logits of 32000 tokens
     "EAGLE-3 of 1B": ((3072, 4096), (2048, 6144), (32000, 2048)),
     "EAGLE-3 of 8B": ((6144, 8192), (4096, 12288), (32000, 4096)),
 }
@@ -66,7 +66,7 @@ def all_shapes() -> dict[str, list[LinearShape]]:
 
 
 def compile_only(job: tuple[LinearShape, int, Tiling]) -> None:
-    """In a process of its own: what it compiles is on disk for all."""
+    """Compile a kernel into Triton's disk cache, in a separate process."""
     from triton.runtime.jit import JITFunction
 
     if not hasattr(JITFunction, "launch_too"):
@@ -106,7 +106,7 @@ def measure(shape: LinearShape, bucket: int, trial: Trial) -> dict[str, object]:
 
 
 class Chain:
-    """All linears of a model with norms, gates and residuals, and no attention between."""
+    """All linear layers of a model with norms, gates and residuals, but without attention."""
 
     def __init__(self, model: Model) -> None:
         def draw(rows: int, inputs: int, copies: int = model.layers) -> Tensor:
@@ -125,7 +125,7 @@ class Chain:
         return time_graph(lambda: (self.fused if fused else self.plain)(stream, attended))
 
     def fused(self, stream: Tensor, attended: Tensor) -> None:
-        """As decided: what cuBLAS serves is done as below."""
+        """Run the chosen kernels; where cuBLAS is chosen, the unfused operations of `plain`."""
         for qkv, o, gate_up, down in zip(self.qkv, self.o, self.gate_up, self.down, strict=True):
             if uses_skinny("norm", stream, qkv):
                 linear.norm_linear(stream, self.norm, EPS, qkv)

@@ -1,5 +1,5 @@
-"""Microseconds of a layer by how processors divide their memory, to choose the constants of
-ops/kernels/launch.py.
+"""Times a layer by how SMs divide their memory into shared memory and L1 cache, to choose the
+constants in ops/kernels/launch.py.
 
 On a CUDA device: PYTHONPATH=. python tools/tune_memory.py [--context 600]
 """
@@ -59,7 +59,7 @@ def build(shape: str, max_len: int) -> DecoderModel:
 
 
 class Step:
-    """A pass of some requests behind a context, each with blocks of its own in random order."""
+    """A forward pass of some requests with a context, whose KV blocks are in random order."""
 
     def __init__(self, model: DecoderModel, batch: int, query_len: int, context: int) -> None:
         self.model, spec = model, model.spec
@@ -88,7 +88,7 @@ class Step:
 
     @torch.inference_mode()
     def microseconds(self) -> float:
-        """Of a layer."""
+        """Return the time per layer."""
         time = time_graph(lambda: self.model(self.ids, self.positions, self.context), 15)
         return 1e3 * time / len(self.model.layers)
 
@@ -99,7 +99,7 @@ def _numbers(values: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--context", type=int, default=600, help="tokens before those of a step")
+    parser.add_argument("--context", type=int, default=600, help="context tokens per request")
     context = parser.parse_args().context
     steps = [
         (f"{shape}, {batch} x {query_len}", Step(model, batch, query_len, context))

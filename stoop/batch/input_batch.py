@@ -14,7 +14,7 @@ from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors, prepare_input
 class InputBatch:
     """One step's inputs. Tensors are views of buffers whose addresses never change.
 
-    Padded counts are those of the graph that serves the batch; eagerly they are the batch's own.
+    Padded counts are those of the graph that runs the batch; in eager mode there is no padding.
     """
 
     plan_rows: list[PlannedRow]
@@ -23,25 +23,25 @@ class InputBatch:
     num_reqs_padded: int
     num_tokens_padded: int
     query_lens_cpu: np.ndarray  # [num_reqs] int64, exact
-    query_len: int | None  # of every row of a decode batch, and the most of any; None: no bound
-    seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64, dead tokens counted
+    query_len: int | None  # query length of each row in a decode batch, an upper bound; None: none
+    seq_lens_cpu_upper_bound: np.ndarray  # [num_reqs] int64, including dead tokens
     rows: RowTensors  # whole buffers
     step: StepTensors  # whole buffers
 
     def without_padded_rows(self) -> "InputBatch":
-        """For phases that run eagerly after a graph of the forward pass."""
+        """Return the batch for phases that run eagerly after a graph of the forward pass."""
         if self.num_reqs_padded == self.num_reqs:
             return self
         return replace(self, num_reqs_padded=self.num_reqs)
 
     @property
     def decodes(self) -> bool:
-        """Whether any row has drafts to verify; a prompt has none."""
+        """Whether any row is a decode, which may have drafts to verify."""
         return any(row.decodes for row in self.plan_rows)
 
     @property
     def max_seq_len(self) -> int:
-        """The batch's own bound, never the model's limit."""
+        """The longest sequence of the batch (an upper bound), not the model's limit."""
         return int(self.seq_lens_cpu_upper_bound.max(initial=0))
 
     @property
@@ -71,15 +71,15 @@ class InputBatch:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The rows that stand in the buffers."""
+    """The rows that are in the buffers."""
 
-    places: list[tuple[int, int]]  # slot and query tokens of each
+    places: list[tuple[int, int]]  # slot and number of query tokens of each row
     query_lens: np.ndarray  # [num_reqs] int64
     num_tokens: int
 
 
 class InputBuffers:
-    """Owns the buffers; made once, large enough for any step."""
+    """Owns the buffers, which are allocated once and large enough for any step."""
 
     def __init__(self, max_reqs: int, max_tokens: int, device: torch.device) -> None:
         self.max_reqs = max_reqs
@@ -106,7 +106,7 @@ class InputBuffers:
         self._loaded: _Loaded | None = None
 
     def forget_rows(self) -> None:
-        """Somebody else has written the rows: what is loaded next must be copied."""
+        """Force the next `load_rows` to copy, since other code has written the rows."""
         self._loaded = None
 
     def load_rows(
@@ -116,11 +116,11 @@ class InputBuffers:
         num_tokens_padded: int | None = None,
         query_len: int | None = None,
     ) -> InputBatch:
-        """Copy a plan's rows in, padded over the whole extent. No rows: all is padding."""
+        """Copy a plan's rows into the buffers and pad the rest. Without rows, all is padding."""
         places = [(row.slot, row.num_tokens) for row in rows]
-        loaded = self._loaded  # a batch that goes on as it is has its rows in place
+        loaded = self._loaded  # an unchanged batch needs no copy
         if loaded is None or loaded.places != places:
-            self._loaded = None  # in case that a copy fails
+            self._loaded = None  # in case a copy fails
             loaded = self._loaded = self._copy_rows(places)
         num_reqs, num_tokens = len(rows), loaded.num_tokens
         return InputBatch(
@@ -137,7 +137,7 @@ class InputBuffers:
         )
 
     def fill(self, slots: SlotTensors, block_size: int) -> None:
-        """Phase I."""
+        """Run phase I, which computes the step's inputs on the device."""
         prepare_inputs(slots, self.rows, self.step, block_size)
 
     def _copy_rows(self, places: list[tuple[int, int]]) -> _Loaded:

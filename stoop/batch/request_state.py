@@ -1,4 +1,4 @@
-"""Device state of requests, by slot: written at admission, advanced by the phases."""
+"""Device state of requests by slot, written at admission and advanced by the phases."""
 
 import torch
 
@@ -8,11 +8,13 @@ from stoop.ops.inputs import SlotTensors
 
 
 class RequestState:
+    """Owns the tensors indexed by slot."""
+
     def __init__(
         self, num_slots: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.max_blocks = -(-max_model_len // block_size)
-        rows = num_slots + 1  # and the sink
+        rows = num_slots + 1  # plus the sink row
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -29,7 +31,7 @@ class RequestState:
         )
 
     def admit(self, staged: StagedWrites, admission: Admission) -> None:
-        """Everything that a former holder of the slot may have left is written over."""
+        """Write a request into its slot, overwriting everything the previous request left."""
         slots, slot = self.tensors, admission.slot
         staged.put(slots.token_ids, slot, admission.token_ids)
         staged.put(slots.num_tokens, slot, len(admission.token_ids))

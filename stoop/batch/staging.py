@@ -1,7 +1,7 @@
-"""Host edits of device state, collected and applied together.
+"""Host writes to device state, collected and applied together.
 
-An edit names a tensor, a row and a place in it. Nothing changes until `apply`, which makes one
-copy to the device for all of them, and one scatter for each tensor that has edits.
+A write names a tensor, a row and an offset in the row. Nothing changes until `apply`, which makes
+one copy to the device for all writes and one scatter per tensor.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ _ALIGNED = 8  # bytes
 
 @dataclass(slots=True)
 class _Edits:
-    """Of one tensor, in order."""
+    """The staged writes of one tensor, in order."""
 
     target: Tensor
-    places: list[int] = field(default_factory=list)  # of the flat tensor
+    places: list[int] = field(default_factory=list)  # indices into the flat tensor
     values: list[int | float] = field(default_factory=list)
     rows: set[int] = field(default_factory=set)
-    again: bool = False  # whether a row has several: then places may repeat
+    again: bool = False  # a row was written more than once, so places may repeat
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places and values, of each place the last."""
+        """Return places and values, with only the last write of each place."""
         places = np.array(self.places, dtype=np.int64)
         values = np.array(self.values, dtype=_NUMPY[self.target.dtype])
         if not self.again:
@@ -44,6 +44,8 @@ class _Edits:
 
 
 class StagedWrites:
+    """Collects writes to device tensors until `apply`."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._edits: dict[int, _Edits] = {}
@@ -67,20 +69,21 @@ class StagedWrites:
         edits.rows.add(row)
 
     def clear(self) -> None:
-        """Drop what is staged."""
+        """Drop all staged writes."""
         self._edits = {}
 
     def apply(self) -> None:
+        """Send all staged writes to the device."""
         if not self._edits:
             return
-        edits, self._edits = self._edits, {}  # an edit that fails is not tried again
+        edits, self._edits = self._edits, {}  # a write that fails is not retried
         sent = iter(self._send([array for each in edits.values() for array in each.arrays()]))
         for each in edits.values():
             places, values = next(sent).view(torch.int64), next(sent).view(each.target.dtype)
             each.target.view(-1).index_copy_(0, places, values)
 
     def _send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Their bytes on the device, side by side in one buffer."""
+        """Copy the arrays to the device in one buffer, and return their bytes."""
         ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays])
         starts = [0, *ends[:-1].tolist()]
         pinned = self.device.type == "cuda"
@@ -88,12 +91,12 @@ class StagedWrites:
         memory = host.numpy()
         for start, array in zip(starts, arrays, strict=True):
             memory[start : start + array.nbytes] = array.view(np.uint8)
-        # A pinned block goes back to torch's host allocator only after the copy has run.
+        # torch's host allocator reuses a pinned block only after the copy has run.
         sent = host.to(self.device, non_blocking=True)
         return [sent[s : s + array.nbytes] for s, array in zip(starts, arrays, strict=True)]
 
 
 def _last_edits(place: np.ndarray) -> np.ndarray:
-    """Where the last edit of each place stands; a scatter of duplicates has no defined order."""
+    """Return the index of each place's last write, since a scatter of duplicates is unordered."""
     _, first_from_back = np.unique(place[::-1], return_index=True)
     return place.size - 1 - first_from_back

@@ -1,10 +1,11 @@
-"""How many drafts stand when a model answers questions, by their number K, and the speed they give.
+"""Measures draft acceptance and speedup for several K while a model answers questions.
 
-Speed needs an engine of that K. Acceptance does not: a request may ask for fewer drafts than its
-engine makes, so one engine serves every K that is not timed, in larger batches. Engines are made
+Speed needs an engine per K. Acceptance does not: a request may ask for fewer drafts than its
+engine's maximum, so one engine measures every K that is not timed, in larger batches. Engines run
 one after another, since each may take most of the device's memory.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,39 +22,43 @@ from stoop.text.tokenizer import Tokenizer
 
 WARM_TOKENS = 16
 
-Questions = Mapping[str, list[list[int]]]  # token ids of each, by the name of their file
-StartWith = Callable[[int, int], LLM]  # drafts a step (0: plain), requests at a time
+Questions = Mapping[str, list[list[int]]]  # by file name, the token ids of each question
+StartWith = Callable[[int, int], LLM]  # num_drafts (0: plain decoding), max_num_seqs
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    ks: tuple[int, ...]  # acceptance of each
-    speed_ks: tuple[int, ...]  # and the speed of these
+class AcceptanceSettings:
+    """What to measure; draft counts are values of K."""
+
+    draft_counts: tuple[int, ...]  # measure acceptance
+    timed_counts: tuple[int, ...]  # measure acceptance and speed
     temperatures: tuple[float, ...]
-    max_tokens: int  # of an answer
-    batch_size: int  # requests at a time where speed is measured
-    acceptance_batch: int  # and where it is not
+    max_tokens: int  # per answer
+    batch_size: int  # concurrent requests when measuring speed
+    acceptance_batch: int  # concurrent requests otherwise
 
     @property
-    def untimed_ks(self) -> list[int]:
-        return [k for k in self.ks if k not in self.speed_ks]
+    def untimed_counts(self) -> list[int]:
+        return [count for count in self.draft_counts if count not in self.timed_counts]
 
-    def params(self, temperature: float, number: int, k: int | None = None) -> SamplingParams:
-        """Of a question; its number is the seed."""
+    def params(
+        self, temperature: float, number: int, num_drafts: int | None = None
+    ) -> SamplingParams:
+        """Return the sampling parameters of a question, whose number is the seed."""
         return SamplingParams(
             temperature=temperature,
             max_tokens=self.max_tokens,
             seed=number,
-            num_speculative_tokens=k,
+            num_speculative_tokens=num_drafts,
         )
 
 
 @dataclass(frozen=True)
 class Run:
-    """All answers to the questions of a file."""
+    """The answers to all questions of a file."""
 
-    counts: SpecCounts  # with a position for each draft asked for
+    counts: SpecCounts  # with one position per requested draft
     num_answers: int
     num_tokens: int
     seconds: float
@@ -65,11 +70,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
+    """The result for a file, temperature and K."""
+
     questions: str
     temperature: float
-    k: int
+    num_drafts: int
     run: Run
-    plain: Run | None  # without drafts; None if nothing is timed
+    plain: Run | None  # without drafts; None if no speed is measured
     timed: bool
 
     def as_record(self) -> dict[str, Any]:
@@ -78,10 +85,10 @@ class Row:
         return {
             "questions": self.questions,
             "temperature": self.temperature,
-            "k": self.k,
+            "k": self.num_drafts,
             "num_answers": self.run.num_answers,
             "num_tokens": self.run.num_tokens,
-            "num_drafts": self.run.counts.num_draft_steps,  # steps that verified any
+            "num_drafts": self.run.counts.num_draft_steps,  # steps that verified drafts
             "acceptance_rates": self.run.counts.acceptance_rates,
             "mean_acceptance_length": self.run.counts.mean_acceptance_length,
             "tokens_per_s": speed,
@@ -92,13 +99,15 @@ class Row:
 
 @dataclass(frozen=True)
 class AcceptanceReport:
-    plan: Plan
+    """The results for all files, temperatures and K."""
+
+    settings: AcceptanceSettings
     config: Config  # of the first engine
     rows: list[Row]
 
 
 def read_questions(paths: Iterable[Path], limit: int | None) -> dict[str, list[Conversation]]:
-    """At most `limit` of each file, spread over it, since files are sorted by category."""
+    """Read at most `limit` questions per file, evenly spaced, since files sort by category."""
     found = {}
     for path in paths:
         every = read_prompts(path, "--questions")
@@ -110,7 +119,7 @@ def read_questions(paths: Iterable[Path], limit: int | None) -> dict[str, list[C
 def encode_questions(
     conversations: Mapping[str, list[Conversation]], tokenizer: Tokenizer, raw: bool
 ) -> Questions:
-    """Through the chat template; raw: the bare text."""
+    """Encode questions with the chat template. raw: without it"""
     if not raw and not tokenizer.has_chat_template:
         raise ConfigError("the model has no chat template: add --raw to use questions as they are")
 
@@ -123,48 +132,57 @@ def encode_questions(
 
 
 def measure_acceptance(
-    start: StartWith, questions: Questions, plan: Plan, say: Say
+    start: StartWith, questions: Questions, settings: AcceptanceSettings, say: Say
 ) -> AcceptanceReport:
-    # Drafters first: one that does not fit is refused before anything is measured.
-    engines = [(k, plan.batch_size, [k]) for k in plan.speed_ks]
-    if plan.untimed_ks:
-        engines.append((max(plan.untimed_ks), plan.acceptance_batch, plan.untimed_ks))
-    if plan.speed_ks:
-        engines.append((0, plan.batch_size, [0]))
+    """Measure all settings, one engine after another."""
+    # Engines with drafters first, so that one that does not fit fails before any measurement.
+    engines = [(count, settings.batch_size, [count]) for count in settings.timed_counts]
+    if settings.untimed_counts:
+        engines.append(
+            (max(settings.untimed_counts), settings.acceptance_batch, settings.untimed_counts)
+        )
+    if settings.timed_counts:
+        engines.append((0, settings.batch_size, [0]))
     runs: dict[tuple[str, float, int], Run] = {}
     config = None
-    for number, (most, batch, ks) in enumerate(engines, start=1):
-        llm = start(most, batch)
+    for number, (max_drafts, batch, counts) in enumerate(engines, start=1):
+        llm = start(max_drafts, batch)
         config = config or llm.config
         _check_room(llm.config, questions)
-        _warm_up(llm, questions, plan)
-        for place in ((n, t, k) for n in questions for t in plan.temperatures for k in ks):
-            runs[place] = _ask(llm, questions[place[0]], plan, *place[1:])
+        _warm_up(llm, questions, settings)
+        for place in itertools.product(questions, settings.temperatures, counts):
+            runs[place] = _ask(llm, questions[place[0]], settings, *place[1:])
             say(f"engine {number} of {len(engines)}: {_summary(place, runs[place])}")
-        del llm  # its memory is the next one's
+        del llm  # frees its memory for the next engine
     assert config is not None
     rows = [
-        Row(name, t, k, runs[name, t, k], runs.get((name, t, 0)), k in plan.speed_ks)
+        Row(name, t, k, runs[name, t, k], runs.get((name, t, 0)), k in settings.timed_counts)
         for name in questions
-        for t in plan.temperatures
-        for k in sorted({*plan.ks, *plan.speed_ks})
+        for t in settings.temperatures
+        for k in sorted({*settings.draft_counts, *settings.timed_counts})
     ]
-    return AcceptanceReport(plan, config, rows)
+    return AcceptanceReport(settings, config, rows)
 
 
-def _ask(llm: LLM, prompts: Sequence[list[int]], plan: Plan, temperature: float, k: int) -> Run:
-    params = [plan.params(temperature, number, k) for number in range(len(prompts))]
+def _ask(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    settings: AcceptanceSettings,
+    temperature: float,
+    num_drafts: int,
+) -> Run:
+    params = [settings.params(temperature, number, num_drafts) for number in range(len(prompts))]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - started
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Run(SpecCounts.sum(outputs, k), len(outputs), num_tokens, seconds)
+    return Run(SpecCounts.sum(outputs, num_drafts), len(outputs), num_tokens, seconds)
 
 
-def _warm_up(llm: LLM, questions: Questions, plan: Plan) -> None:
+def _warm_up(llm: LLM, questions: Questions, settings: AcceptanceSettings) -> None:
     prompts = next(iter(questions.values()))[: llm.config.schedule.max_num_seqs]
-    for temperature in plan.temperatures:
-        params = plan.params(temperature, 0).replace(max_tokens=WARM_TOKENS)
+    for temperature in settings.temperatures:
+        params = settings.params(temperature, 0).replace(max_tokens=WARM_TOKENS)
         llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -180,8 +198,9 @@ def _check_room(config: Config, questions: Questions) -> None:
 
 
 def _summary(place: tuple[str, float, int], run: Run) -> str:
-    name, temperature, k = place
-    kind = f"K = {k}, {run.counts.mean_acceptance_length:.2f} a step" if k else "plain"
+    name, temperature, num_drafts = place
+    length = run.counts.mean_acceptance_length
+    kind = f"K = {num_drafts}, {length:.2f} tokens per step" if num_drafts else "plain"
     return (
         f"{Path(name).stem}, temperature {temperature:g}, {kind}, {run.num_tokens} tokens in "
         f"{run.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""Acceptance as a table, a picture and a JSON line."""
+"""Acceptance results as a table, a plot and a JSON line."""
 
 from itertools import groupby
 from pathlib import Path
@@ -10,13 +10,13 @@ from rich.table import Table
 from stoop.bench.acceptance import AcceptanceReport, Row, Say
 from stoop.bench.report import print_json
 from stoop.bench.step import device_name
-from stoop.core.plotting import find_pyplot
+from stoop.plotting import find_pyplot
 
 
 def print_acceptance(
     report: AcceptanceReport, model: str, drafter: dict[str, Any], out: Path | None
 ) -> None:
-    plan, config = report.plan, report.config
+    settings, config = report.settings, report.config
     assert config.spec is not None
     drafter = {**drafter, "draft_sample_method": config.spec.draft_sample_method}
     table = Table(title=f"accepted drafts of {model}")
@@ -30,17 +30,17 @@ def print_acceptance(
     console = Console()
     console.print(table)
     console.print(
-        "[dim]by position: share of drafts accepted; length: tokens per step that verified any; "
-        f"tok/s: {plan.batch_size} at a time, prompts included; plain: without drafts[/dim]"
+        "[dim]by position: share of drafts accepted; length: tokens per step with drafts; "
+        f"tok/s: batch {settings.batch_size}, including prompts; plain: tok/s without drafts[/dim]"
     )
     print_json(
         {
             "bench": "acceptance",
             "model": model,
             "speculative_config": drafter,
-            "batch_size": plan.batch_size,
-            "acceptance_batch": plan.acceptance_batch,
-            "max_tokens": plan.max_tokens,
+            "batch_size": settings.batch_size,
+            "acceptance_batch": settings.acceptance_batch,
+            "max_tokens": settings.max_tokens,
             "graph_mode": config.graph.mode,
             "dtype": config.device.dtype,
             "device": device_name(config.device.device),
@@ -51,7 +51,7 @@ def print_acceptance(
 
 
 def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
-    """Tokens a step by K, and how far drafts stand at the largest K; needs matplotlib."""
+    """Plot tokens per step by K, and acceptance by position at the largest K."""
     pyplot = find_pyplot("plot", say)
     if pyplot is None:
         return
@@ -60,7 +60,7 @@ def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
         rows = list(group)
         label = f"{Path(name).stem}, T = {temperature:g}"
         lengths.plot(
-            [row.k for row in rows],
+            [row.num_drafts for row in rows],
             [row.run.counts.mean_acceptance_length for row in rows],
             "o-",
             label=label,
@@ -70,7 +70,9 @@ def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
     for axes in (lengths, rates):
         axes.xaxis.get_major_locator().set_params(integer=True)
     lengths.set(xlabel="K", ylabel="tokens per step")
-    rates.set(xlabel=f"draft, K = {report.rows[-1].k}", ylabel="share accepted", ylim=(0, 1))
+    rates.set(
+        xlabel=f"draft, K = {report.rows[-1].num_drafts}", ylabel="share accepted", ylim=(0, 1)
+    )
     lengths.legend()
     rates.legend()
     figure.savefig(image, dpi=120, format="png")
@@ -89,7 +91,7 @@ def _cells(row: Row) -> list[str]:
     return [
         Path(row.questions).stem,
         f"{row.temperature:g}",
-        str(row.k),
+        str(row.num_drafts),
         " ".join(f"{rate * 100:.0f}" for rate in record["acceptance_rates"]) if drafted else "-",
         f"{record['mean_acceptance_length']:.2f}" if drafted else "-",
         f"{speed:.1f}" if speed else "-",

@@ -1,4 +1,4 @@
-"""Offline measurements: every request is there from the start.
+"""Offline benchmarks: all requests arrive at the start.
 
 Prompts are random token ids, different in every run, so that the prefix cache finds nothing.
 """
@@ -18,14 +18,16 @@ from stoop.llm import LLM
 
 @dataclass(frozen=True)
 class Load:
+    """Requests of equal length."""
+
     num_requests: int
     input_len: int
     output_len: int
 
 
 @dataclass
-class Trace:
-    """When each token of a request came; seconds since its arrival."""
+class TokenTimes:
+    """The times of a request's tokens, in seconds since its arrival."""
 
     arrival: float
     times: list[float] = field(default_factory=list)
@@ -41,13 +43,15 @@ class Trace:
 
 @dataclass(frozen=True)
 class RunResult:
+    """One run of a load."""
+
     load: Load
     seconds: float
-    traces: list[Trace]
+    requests: list[TokenTimes]
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(trace.times) for trace in self.traces)
+        return sum(len(request.times) for request in self.requests)
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,10 +60,12 @@ class RunResult:
 
 @dataclass(frozen=True)
 class LatencyResult:
+    """Repeated runs of a load, with those of a peer."""
+
     load: Load
     runs: list[RunResult]
-    peer_tokens_per_s: list[float]  # transformers, in the same runs
-    weight_bytes: int  # read once a step
+    peer_tokens_per_s: list[float]  # transformers, in alternating runs
+    weight_bytes: int  # read once per step
     dtype: str
 
     @property
@@ -80,7 +86,7 @@ def measure_throughput(llm: LLM, load: Load) -> RunResult:
 def measure_latency(
     llm: LLM, loads: list[Load], repeat: int, with_transformers: bool
 ) -> list[LatencyResult]:
-    """Rounds alternate between engines, so that a slow spell of the machine meets both."""
+    """Measure every load. Runs alternate between engines, so that noise affects both alike."""
     peer = TransformersPeer(llm) if with_transformers else None
     config = llm.config
     weight_bytes = sum(p.numel() * p.element_size() for p in llm.engine.runner.model.parameters())
@@ -100,35 +106,35 @@ def measure_latency(
 
 
 def measure_modes(llms: dict[str, LLM], loads: list[Load], repeat: int) -> dict[str, list[float]]:
-    """Median seconds between tokens, by mode and load; modes take turns in every round."""
+    """Return median seconds between tokens by mode and load; every round runs every mode."""
     gaps: dict[str, list[list[float]]] = {mode: [[] for _ in loads] for mode in llms}
     for turn in range(repeat + 1):
         for place, load in enumerate(loads):
             for mode, llm in llms.items():
                 result = run(llm, load)
                 if turn:  # the first round warms up
-                    gaps[mode][place] += [gap for trace in result.traces for gap in trace.gaps]
+                    gaps[mode][place] += [gap for each in result.requests for gap in each.gaps]
     return {mode: [statistics.median(each) for each in columns] for mode, columns in gaps.items()}
 
 
 def run(llm: LLM, load: Load) -> RunResult:
-    """Generate for all requests at once, noting when each token came."""
+    """Generate for all requests at once and record the time of each token."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=load.output_len, ignore_eos=True)
-    traces: dict[str, Trace] = {}
+    requests: dict[str, TokenTimes] = {}
     started = time.perf_counter()
     for index, prompt in enumerate(random_prompts(llm, load)):
         request_id = f"bench-{index}"
         engine.add_request(request_id, prompt, params)
-        traces[request_id] = Trace(started)
+        requests[request_id] = TokenTimes(started)
     while engine.has_work:
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
-            trace = traces[output.request_id]
-            new = len(output.outputs[0].token_ids) - len(trace.times)
-            trace.times += [now - trace.arrival] * new
-    return RunResult(load, time.perf_counter() - started, list(traces.values()))
+            request = requests[output.request_id]
+            new = len(output.outputs[0].token_ids) - len(request.times)
+            request.times += [now - request.arrival] * new
+    return RunResult(load, time.perf_counter() - started, list(requests.values()))
 
 
 def random_prompts(llm: LLM, load: Load) -> list[list[int]]:
@@ -168,7 +174,7 @@ class TransformersPeer:
         self.model = model.to(config.device.device)
 
     def run(self, load: Load) -> float:
-        """Tokens a second."""
+        """Run a load and return tokens/s."""
         ids = self.torch.tensor(random_prompts(self.llm, load), device=self.model.device)
         started = time.perf_counter()
         with self.torch.inference_mode():

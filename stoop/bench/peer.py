@@ -1,4 +1,4 @@
-"""Another engine on the same shape, by the same method, in a process and a Python of its own."""
+"""Measures vLLM on the same shape with the same method, in a separate process and Python."""
 
 import json
 import shutil
@@ -13,19 +13,21 @@ from stoop.bench.shapes import SHAPES, head_config, target_config
 from stoop.config.errors import ConfigError
 from stoop.config.speculation import MAX_DRAFTS
 
-NUM_LINES = 12  # of the peer's complaints, if it fails
-# To import it takes much longer, and is done soon enough.
+NUM_LINES = 12  # of the peer's output, shown if it fails
+# Finding the module is much faster than importing it.
 LOOK = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
 SPARE_TOKENS = 2 * vllm_worker.FEW_TOKENS
 
 
 @dataclass(frozen=True)
 class PeerLoad:
+    """What to measure; k is the command's --k."""
+
     shape: str
     k: int
     batch: list[int]
     prompt_len: int
-    first_token: list[int]  # prompts whose first token is timed
+    first_token: list[int]  # prompt lengths to measure time to first token for
     steps: int
     repeat: int
 
@@ -44,6 +46,8 @@ class PeerLoad:
 
 @dataclass(frozen=True)
 class PeerResult:
+    """The peer's measurements."""
+
     engine: str
     start_s: float
     ms_per_step: dict[int, float]  # by batch
@@ -51,7 +55,7 @@ class PeerResult:
 
 
 def measure_vllm(load: PeerLoad, python: str) -> PeerResult:
-    """python: of an environment that has vLLM. What it logs to standard error is shown."""
+    """Run vLLM; its log goes to standard error. python: an interpreter with vLLM installed"""
     try:
         found = subprocess.run([python, "-c", LOOK], capture_output=True, text=True)
     except OSError as error:
@@ -65,18 +69,18 @@ def measure_vllm(load: PeerLoad, python: str) -> PeerResult:
             "environment that has it"
         )
     with tempfile.TemporaryDirectory(prefix="stoop-peer-") as folder:
-        # From a folder of its own: Python looks for modules beside a program first, and ours are
-        # not to be taken for others of the same name.
+        # Run a copy in an empty folder: Python searches a program's own folder first, and modules
+        # of this one must not shadow others of the same name.
         program = shutil.copy(vllm_worker.__file__, folder)
         done = subprocess.run(
             [python, program], input=json.dumps(load.as_task()), stdout=subprocess.PIPE, text=True
         )
     lines = done.stdout.splitlines()
     found_lines = [line for line in lines if line.startswith(vllm_worker.MARK)]
-    if not found_lines:  # with them, an accident at its end does not matter
+    if not found_lines:  # with a result, a crash at exit does not matter
         print("\n".join(lines[-NUM_LINES:]), file=sys.stderr)
         raise ConfigError(f"vllm ended with status {done.returncode}: see its output above")
     record = json.loads(found_lines[-1].removeprefix(vllm_worker.MARK))
-    for name in ("ms_per_step", "first_token_ms"):  # JSON knows no other keys than strings
+    for name in ("ms_per_step", "first_token_ms"):  # JSON keys are strings
         record[name] = {int(key): value for key, value in record[name].items()}
     return PeerResult(**record)

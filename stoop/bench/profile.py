@@ -1,6 +1,6 @@
-"""What torch.profiler says of some steps: a Chrome trace, and figures that are read out of it.
+"""Profiles steps with torch.profiler: writes a Chrome trace and computes statistics from it.
 
-The profiler slows the host down, most of all if it notes operations; kernels hardly change.
+The profiler slows down the host, most of all when it records operations; kernels hardly change.
 """
 
 import gzip
@@ -24,12 +24,12 @@ _DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class Event:
-    """Times in microseconds."""
+    """An event of a trace; times are in microseconds."""
 
     name: str
     start: float
     duration: float
-    correlation: int  # the same for a call and all that it set off on the device; 0: none
+    correlation: int  # shared by a host call and the device work it launches; 0: none
     thread: Any
 
     @property
@@ -39,34 +39,36 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """Each list in order of time."""
+    """The events of a Chrome trace, sorted by time."""
 
     device: list[Event]  # kernels, copies and fills
-    ops: list[Event]  # on the host, one inside another; may be left out beside a device
+    ops: list[Event]  # nested host operations; not always recorded on a GPU
 
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """Of one step."""
+    """Device statistics per step."""
 
-    kernels_per_step: float  # copies and fills among them
-    busy_ms: float  # a kernel runs
-    paused_ms: float  # none runs, but a graph is under way
+    kernels_per_step: float  # including copies and fills
+    busy_ms: float  # at least one kernel runs
+    paused_ms: float  # no kernel runs, but a graph is being replayed
 
 
 @dataclass(frozen=True)
 class KernelRow:
+    """The calls and the time of a kernel or operation."""
+
     name: str
-    calls: float  # a step
-    us: float  # a step
-    share: float  # of all rows
+    calls: float  # per step
+    us: float  # per step
+    share: float  # of the time of all rows
 
 
 @contextmanager
 def tracing(device: str, path: Path, with_ops: bool = True) -> Iterator[Callable[[], None]]:
-    """Write a Chrome trace of what runs from the call of the yielded function on.
+    """Write a Chrome trace of the block, starting at the call of the yielded function.
 
-    What runs before it warms the profiler up.
+    Work before that call warms up the profiler.
     """
     cuda = device.startswith("cuda")
     activities = [ProfilerActivity.CUDA] if cuda else []
@@ -74,7 +76,7 @@ def tracing(device: str, path: Path, with_ops: bool = True) -> Iterator[Callable
         activities.append(ProfilerActivity.CPU)
 
     def begin() -> None:
-        wait()  # what is under way belongs to the warm-up
+        wait()  # work in flight belongs to the warm-up
         profiler.step()
 
     def wait() -> None:
@@ -118,9 +120,9 @@ def device_times(trace: Trace, num_steps: int) -> DeviceTimes:
 
 
 def kernel_rows(trace: Trace, num_steps: int) -> list[KernelRow]:
-    """By name, the dearest first: kernels, or without a device, operations by their own time.
+    """Return kernels by name, most expensive first; without a GPU, operations by self time.
 
-    A kernel may start while the one before it still runs: what counts is by how much it ends later.
+    Kernels may overlap: a kernel counts for the time by which it ends after all earlier ones.
     """
     spent: dict[str, list[float]] = defaultdict(list)
     for event, us in _added_times(trace.device) if trace.device else _own_times(trace.ops):
@@ -134,16 +136,16 @@ def kernel_rows(trace: Trace, num_steps: int) -> list[KernelRow]:
 
 
 def short_name(name: str) -> str:
-    """Without namespaces, arguments and the end of long template lists."""
+    """Shorten a kernel name: no namespaces, no arguments, truncated template lists."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     name = re.sub(r"(?:\w+::)+", "", name).split("(")[0].strip()
     return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
 
 
 def _busy_and_paused(events: list[Event]) -> tuple[float, float]:
-    """Events may overlap, on streams of their own."""
+    """Return busy and paused time; events on different streams may overlap."""
     busy = paused = 0.0
-    last: Event | None = None  # of those so far, the one that ends last
+    last: Event | None = None  # the event so far that ends last
     for event in events:
         if last is None or event.start >= last.end:
             if last is not None and event.correlation == last.correlation:
@@ -157,7 +159,7 @@ def _busy_and_paused(events: list[Event]) -> tuple[float, float]:
 
 
 def _added_times(events: list[Event]) -> Iterator[tuple[Event, float]]:
-    """Each event's time that none before it covers: they add up to the time that any runs."""
+    """Yield each event's time not covered by earlier ones; the sum is the busy time."""
     last = 0.0
     for event in events:
         yield event, max(0.0, event.end - max(event.start, last))
@@ -165,7 +167,7 @@ def _added_times(events: list[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def _own_times(ops: list[Event]) -> Iterator[tuple[Event, float]]:
-    """Each operation's time less that of the operations inside it."""
+    """Return each operation's time without that of operations nested in it."""
     own = [op.duration for op in ops]
     open_ops: dict[Any, list[int]] = defaultdict(list)  # by thread
     for place, op in enumerate(ops):

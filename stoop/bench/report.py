@@ -1,4 +1,4 @@
-"""Results as a table for people and a JSON line for programs."""
+"""Prints results as a table and a JSON line."""
 
 import json
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stoop.bench.offline import LatencyResult, Load, RunResult, Trace
+from stoop.bench.offline import LatencyResult, Load, RunResult, TokenTimes
 from stoop.bench.peer import PeerLoad, PeerResult
 from stoop.bench.profile import KernelRow, short_name
 from stoop.bench.spec import SpecResult
@@ -19,11 +19,11 @@ from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
 
 PERCENTILES = (50, 90, 99)
-MAX_KERNELS = 30  # lines of a table
+MAX_KERNELS = 30  # rows in the table
 
 
 def print_throughput(result: RunResult) -> None:
-    summary = _times(result.traces)
+    summary = _times(result.requests)
     load = result.load
     table = Table(title=f"throughput: {load.num_requests} requests at once")
     for column in ("measure", *(f"p{p}" for p in PERCENTILES)):
@@ -35,7 +35,7 @@ def print_throughput(result: RunResult) -> None:
     console.print(
         f"{result.num_tokens} tokens in {result.seconds:.2f} s: "
         f"[bold]{result.tokens_per_s:.1f} tokens/s[/bold] "
-        f"({num_all / result.seconds:.1f} with the prompts)"
+        f"({num_all / result.seconds:.1f} including prompts)"
     )
     print_json(
         {
@@ -86,14 +86,14 @@ def print_latency(results: list[LatencyResult]) -> None:
     Console().print(table)
     _warn_if_disturbed(results)
     Console().print(
-        "[dim]scaling: tokens/s relative to batch 1; gap: ms between tokens; GB/s: the rate at "
-        "which weights are read, once per step[/dim]"
+        "[dim]scaling: tokens/s relative to batch 1; gap: ms between tokens; GB/s: weight bytes "
+        "read, once per step[/dim]"
     )
     print_json({"bench": "latency", "dtype": results[0].dtype, "results": records})
 
 
 def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
-    """Milliseconds of a decode step by mode and context."""
+    """Print milliseconds per decode step by mode and context."""
     table = Table(title=f"ms between tokens, batch {loads[0].num_requests}")
     table.add_column("mode")
     for load in loads:
@@ -112,19 +112,18 @@ def print_modes(loads: list[Load], gaps: dict[str, list[float]]) -> None:
 
 
 def _warn_if_disturbed(results: list[LatencyResult]) -> None:
-    """Rounds that differ much mean that something else used the cores."""
+    """Warn if runs differ much, which means that other programs used the cores."""
     for result in results:
         speeds = [run.tokens_per_s for run in result.runs]
         if max(speeds) > 1.25 * min(speeds):
             Console().print(
                 f"[yellow]batch {result.load.num_requests}: runs range from {min(speeds):.1f} to "
-                f"{max(speeds):.1f} tokens/s; the machine is not idle: measure again[/yellow]"
+                f"{max(speeds):.1f} tokens/s; the machine is not idle: run it again[/yellow]"
             )
 
 
 def _latency_record(result: LatencyResult, single: float | None) -> dict[str, Any]:
-    traces = [trace for run in result.runs for trace in run.traces]
-    times = _times(traces)
+    times = _times([request for run in result.runs for request in run.requests])
     record = {
         "batch_size": result.load.num_requests,
         "input_len": result.load.input_len,
@@ -133,7 +132,7 @@ def _latency_record(result: LatencyResult, single: float | None) -> dict[str, An
         "tokens_per_s": result.tokens_per_s,
         "tokens_per_s_by_run": [run.tokens_per_s for run in result.runs],
         "speedup_over_batch_1": result.tokens_per_s / single if single else None,
-        # Every step reads the weights once: the rate that this alone takes.
+        # The read rate of the weights alone, which every step reads once.
         "weight_gb_per_s": result.weight_bytes / times["itl_ms"]["p50"] / 1e6,
         **times,
     }
@@ -179,9 +178,8 @@ def print_steps(report: StepReport) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "[dim]times in ms; floor: time to read weights and live KV at "
-        f"{report.bandwidth / 1e12:.3f} TB/s, as measured here; kernels and busy: of a step under "
-        "the profiler[/dim]"
+        "[dim]times in ms; floor: time to read weights and live KV at the measured "
+        f"{report.bandwidth / 1e12:.3f} TB/s; kernels and busy: per step, under the profiler[/dim]"
     )
     console.print(
         f"engine ready in {report.start_s:.1f} s, first token {report.first_token_s:.2f} s later"
@@ -205,7 +203,7 @@ def print_peer(load: PeerLoad, result: PeerResult) -> None:
     for column in ("", "ms"):
         table.add_column(column, justify="right")
     for batch, ms in result.ms_per_step.items():
-        table.add_row(f"a step, batch {batch}", f"{ms:.3f}")
+        table.add_row(f"step, batch {batch}", f"{ms:.3f}")
     for length, ms in result.first_token_ms.items():
         table.add_row(f"first token, prompt {length}", f"{ms:.1f}")
     console = Console()
@@ -265,12 +263,12 @@ def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _times(traces: list[Trace]) -> dict[str, dict[str, float]]:
-    """Milliseconds to the first token, between tokens, and to the last."""
+def _times(requests: list[TokenTimes]) -> dict[str, dict[str, float]]:
+    """Return percentiles of the ms to the first token, between tokens, and to the last token."""
     return {
-        "ttft_ms": _percentiles([trace.ttft for trace in traces]),
-        "itl_ms": _percentiles([gap for trace in traces for gap in trace.gaps]),
-        "e2e_ms": _percentiles([trace.times[-1] for trace in traces]),
+        "ttft_ms": _percentiles([request.ttft for request in requests]),
+        "itl_ms": _percentiles([gap for request in requests for gap in request.gaps]),
+        "e2e_ms": _percentiles([request.times[-1] for request in requests]),
     }
 
 
@@ -290,7 +288,7 @@ def _add_times(table: Table, times: dict[str, dict[str, float]]) -> None:
 
 
 def print_json(record: dict[str, Any], out: Path | None = None) -> None:
-    """The last line of a benchmark; in a file of its own too, if one is named."""
+    """Print a benchmark's last line, and also write it to `out`."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
@@ -300,7 +298,7 @@ def print_json(record: dict[str, Any], out: Path | None = None) -> None:
         return [rounded(entry) for entry in value] if isinstance(value, list) else value
 
     line = json.dumps(rounded(record))
-    print(line, flush=True)  # first: a full disk must not cost the result
+    print(line, flush=True)  # first, so that a full disk does not lose the result
     if out is not None:
         try:
             out.write_text(line + "\n")

@@ -1,7 +1,7 @@
-"""Models of a given shape: dummy weights that need no download, or a checkpoint of one's own.
+"""Models of a given shape: dummy weights that need no download, or a local checkpoint.
 
-With drafts, an EAGLE-3 head of random weights stands beside the model, and none of its drafts is
-accepted: a step yields one token a request and costs what a step costs.
+With drafts, the model gets an EAGLE-3 head with random weights, and none of its drafts is accepted:
+a step yields one token per request at the full cost of drafting and verification.
 """
 
 import json
@@ -63,9 +63,9 @@ DRAFT_VOCAB = 32000
 def open_shape(
     shape: str, num_drafts: int, num_positions: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The model's name and the engine options that it takes; files last as long as the context.
+    """Yield a model folder and its engine options; the files exist until the block ends.
 
-    A path has weights of its own and the limit of positions that its config states.
+    A path keeps its own weights and its config's maximum number of positions.
     """
     if not 0 <= num_drafts <= MAX_DRAFTS:
         raise ConfigError(f"--k {num_drafts}: use 1 to {MAX_DRAFTS} drafts per step, or 0 for none")
@@ -105,7 +105,7 @@ def target_config(shape: str, num_positions: int) -> dict[str, Any]:
 
 
 def head_config(target: dict[str, Any]) -> dict[str, Any]:
-    """An EAGLE-3 head of one layer as wide as the target's."""
+    """Return the config of an EAGLE-3 head with one layer of the target's width."""
     return target | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
@@ -131,7 +131,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def _write_head(folder: Path, target: Path, with_weights: bool) -> Path:
-    """A target with weights of its own is not loaded as a dummy, so its head must have some too."""
+    """Write a head; if the target has real weights, the head needs a weights file, too."""
     config = json.loads((target / "config.json").read_text())
     write_config(folder, head_config(config))
     if with_weights:

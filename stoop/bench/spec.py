@@ -1,4 +1,4 @@
-"""What speculation is worth where a head's quality is known: always right, or never."""
+"""The speedup of speculation with toy heads that are always right or always wrong."""
 
 import statistics
 import tempfile
@@ -16,8 +16,10 @@ Start = Callable[[str, dict[str, Any]], LLM]
 
 @dataclass(frozen=True)
 class SpecResult:
+    """The result for one head and K."""
+
     drafter: str  # none, right or useless
-    num_drafts: int  # K
+    num_drafts: int
     tokens_per_s: float
     tokens_per_step: float
     speedup: float  # over plain decoding in the same run
@@ -27,16 +29,16 @@ class SpecResult:
 
 
 def measure_drafts(
-    ks: Sequence[int],
+    draft_counts: Sequence[int],
     load: Load,
     num_layers: int,
     options: dict[str, Any],
     repeat: int,
     start: Start,
 ) -> list[SpecResult]:
-    """Plain decoding and every K with both heads, in turns, on the toy target."""
+    """Measure plain decoding and every K with both heads, in alternating runs."""
     with tempfile.TemporaryDirectory() as root:
-        llms = _start_all(Path(root), ks, num_layers, options, start)
+        llms = _start_all(Path(root), draft_counts, num_layers, options, start)
         speeds: dict[tuple[str, int], list[float]] = {key: [] for key in llms}
         for turn in range(repeat + 1):
             for key, llm in llms.items():
@@ -47,25 +49,25 @@ def measure_drafts(
         return [
             SpecResult(
                 drafter=name,
-                num_drafts=k,
-                tokens_per_s=median[name, k],
+                num_drafts=num_drafts,
+                tokens_per_s=median[name, num_drafts],
                 tokens_per_step=llm.metrics()["spec_decode_mean_acceptance_length"],
-                speedup=median[name, k] / median["none", 0],
+                speedup=median[name, num_drafts] / median["none", 0],
             )
-            for (name, k), llm in llms.items()
+            for (name, num_drafts), llm in llms.items()
         ]
 
 
 def _start_all(
-    root: Path, ks: Sequence[int], num_layers: int, options: dict[str, Any], start: Start
+    root: Path, draft_counts: Sequence[int], num_layers: int, options: dict[str, Any], start: Start
 ) -> dict[tuple[str, int], LLM]:
     target = str(toy.write_target(root / "target", num_layers))
     right = toy.write_head(root / "right", "eagle3")
-    # A head that knows no token but one is wrong all but always.
+    # A head that knows only one token is almost always wrong.
     useless = toy.write_head(root / "useless", "eagle3", knows=frozenset({0}))
     llms = {("none", 0): start(target, options)}
     for name, head in (("right", right), ("useless", useless)):
-        for k in ks:
-            spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": k}
-            llms[name, k] = start(target, {**options, "speculative_config": spec})
+        for num_drafts in draft_counts:
+            spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts}
+            llms[name, num_drafts] = start(target, {**options, "speculative_config": spec})
     return llms

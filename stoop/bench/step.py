@@ -1,8 +1,8 @@
-"""Milliseconds of a decode step in the engine's own loop, beside the time to read its memory.
+"""Measures the time of a decode step in the engine's own loop, and its memory-bandwidth floor.
 
-A step cannot be faster than one pass over the weights and the live KV: that is the floor. Steps are
-counted by the engine, and timed from when every request has begun to answer until each has so many
-tokens more; so it does not matter how many steps are under way at once.
+A step cannot be faster than one read of the weights and the live KV: that is the floor. The engine
+counts steps. The clock runs from when every request has its first token until each has a given
+number of tokens more, so the result does not depend on how many steps are in flight.
 """
 
 import statistics
@@ -30,7 +30,7 @@ from stoop.models.loader import DUMMY_STD
 
 WARM_STEPS = 4
 PROFILED_STEPS = 16
-SPARE_TOKENS = 16  # behind the last timed step, for drafts and for steps under way
+SPARE_TOKENS = 16  # after the last timed step, for drafts and steps in flight
 READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # far more than any cache holds
 
 PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -38,27 +38,27 @@ PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 @dataclass(frozen=True)
 class StepLoad:
-    """Requests that decode side by side."""
+    """Requests that decode in one batch."""
 
     batch: int
-    length: int  # tokens of each before its answer
-    planted: bool  # their KV is made up, not computed
-    steps: int  # that are timed
+    length: int  # context tokens per request
+    planted: bool  # the context's KV is random, not computed
+    steps: int  # timed steps
 
     @property
     def live_length(self) -> float:
-        """Tokens of KV that a timed step reads of each request, on average."""
+        """Average KV tokens per request that a timed step reads."""
         return self.length + WARM_STEPS + (self.steps + 1) / 2
 
 
 @dataclass(frozen=True)
 class Span:
-    """Some steps of all requests."""
+    """A measured sequence of steps."""
 
     seconds: float
     steps: int
     tokens: int
-    waited: float  # seconds that the host waited for the device
+    waited: float  # seconds the host waited for the device
 
     @property
     def ms_per_step(self) -> float:
@@ -71,10 +71,10 @@ class Span:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a step has to read."""
+    """The bytes that a step has to read."""
 
-    target: int  # weights
-    head: int
+    target: int  # the target's weights
+    head: int  # the draft head's weights, over all its passes
     kv: float
 
     @property
@@ -84,10 +84,12 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class StepRow:
+    """The result for one load."""
+
     load: StepLoad
-    spans: list[Span]  # one a repeat
+    spans: list[Span]  # one per repeat
     bytes: StepBytes
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
     device: DeviceTimes | None  # None on a CPU
 
     @property
@@ -100,8 +102,8 @@ class StepRow:
 
     @property
     def idle_ms(self) -> float | None:
-        """What a step takes longer than the device takes for what a step launches: the profiler
-        slows the host, which must not count, but hardly the device."""
+        """Step time minus device time. Only the device time is measured under the profiler, which
+        slows down the host but hardly the device."""
         if self.device is None:
             return None
         return max(0.0, self.ms_per_step - self.device.busy_ms - self.device.paused_ms)
@@ -131,10 +133,12 @@ class StepRow:
 
 @dataclass(frozen=True)
 class StepReport:
+    """The results for all loads."""
+
     shape: str
     llm: LLM
-    start_s: float  # from nothing to an engine
-    first_token_s: float  # and on to the first token of a first batch
+    start_s: float  # time to start the engine
+    first_token_s: float  # time to the first tokens of the first batch
     bandwidth: float
     rows: list[StepRow]
 
@@ -147,6 +151,7 @@ def measure_steps(
     engine: dict[str, Any],
     start: Start,
 ) -> StepReport:
+    """Start an engine and measure all loads."""
     started = time.perf_counter()
     llm = start_shaped(shape, num_drafts, loads, engine, start)
     start_s = time.perf_counter() - started
@@ -160,7 +165,7 @@ def measure_steps(
 def start_shaped(
     shape: str, num_drafts: int, loads: Sequence[StepLoad], engine: dict[str, Any], start: Start
 ) -> LLM:
-    """An engine that is as large as the loads need."""
+    """Start an engine that is large enough for the loads."""
     sizes = engine_sizes(loads, num_drafts, engine)
     with open_shape(shape, num_drafts, sizes["max_model_len"]) as (model, options):
         try:
@@ -175,21 +180,21 @@ def start_shaped(
 def engine_sizes(
     loads: Sequence[StepLoad], num_drafts: int, engine: dict[str, Any]
 ) -> dict[str, Any]:
-    """Room for all requests of a load to decode until the last of them has been timed."""
+    """Return engine sizes with room for all requests of a load until the last timed step."""
     batch = max(load.batch for load in loads)
-    block_size = max(1, engine["block_size"])  # the engine refuses what is less
+    block_size = max(1, engine["block_size"])  # the engine refuses smaller ones
     num_decoding = batch * (num_drafts + 1)
     max_tokens = engine["max_num_batched_tokens"]
     if max_tokens is None:
         max_tokens = max(2048, 2 * num_decoding)
     if max_tokens < 2 * num_decoding:
         raise ConfigError(
-            f"max_num_batched_tokens={max_tokens} leaves too little for prompts beside the "
+            f"max_num_batched_tokens={max_tokens} leaves too little for prompts next to the "
             f"{num_decoding} tokens of decoding requests: use at least {2 * num_decoding}"
         )
     longest = max(load.length for load in loads)
     unseen = max(min(load.length, block_size) if load.planted else load.length for load in loads)
-    # Steps by which the first request to answer is ahead: prompts have half of each, or more.
+    # Steps by which the first decoding request is ahead; prompts get at least half of each step.
     ahead = 1 + -(-batch * unseen // (max_tokens // 2))
     answer = 2 * WARM_STEPS + max(PROFILED_STEPS, *(load.steps for load in loads))
     max_model_len = longest + ahead + answer + SPARE_TOKENS + num_drafts
@@ -202,9 +207,9 @@ def engine_sizes(
 
 
 def record_steps(llm: LLM, load: StepLoad, path: Path, with_ops: bool = True) -> tuple[Trace, Span]:
-    """A Chrome trace of some steps, written to `path` and read from there.
+    """Profile some steps, write a Chrome trace to `path`, and return it.
 
-    They are those in the middle of what is timed: their contexts are as long, on average.
+    The steps are in the middle of the timed ones, so that their average context is the same.
     """
     with decoding(llm, load) as run, tracing(llm.config.device.device, path, with_ops) as begin:
         run.advance(WARM_STEPS + max(0, load.steps - PROFILED_STEPS) // 2)
@@ -227,12 +232,12 @@ def _measure(llm: LLM, load: StepLoad, repeat: int, bandwidth: float) -> StepRow
     return StepRow(load, spans, step_bytes(llm, load.batch, load.live_length), bandwidth, times)
 
 
-# ---- requests that decode ----
+# ---- decoding requests ----
 
 
 class Decoding:
-    """A load's requests, which generate for as long as they are stepped. As in `LLM.generate`,
-    there is an output only when a request ends."""
+    """A load's requests, which generate until `close`. As in `LLM.generate`, a request has an
+    output only when it ends."""
 
     def __init__(self, llm: LLM, load: StepLoad) -> None:
         self.llm, engine = llm, llm.engine
@@ -242,14 +247,14 @@ class Decoding:
             if load.planted:
                 plant_prefix(engine, prompt)
             engine.add_request(name, prompt, PARAMS, final_only=True)
-        self.requests = list(engine.scheduler.waiting)  # only these: the engine was idle
+        self.requests = list(engine.scheduler.waiting)  # no others, since the engine was idle
         self.first_token_s = self.advance(1).seconds
 
     def advance(self, num_tokens: int) -> Span:
         """Step until every request has `num_tokens` more than the slowest has now."""
-        engine, outcomes = self.llm.engine, self.llm.engine.runner.outcomes
+        engine, outputs = self.llm.engine, self.llm.engine.runner.outputs
         goal = min(request.num_output_tokens for request in self.requests) + num_tokens
-        before, waited, started = engine.metrics(), outcomes.waited, time.perf_counter()
+        before, waited, started = engine.metrics(), outputs.waited, time.perf_counter()
         while min(request.num_output_tokens for request in self.requests) < goal:
             for output in engine.step():
                 raise AssertionError(f"{output.request_id} ended before it was timed")
@@ -257,7 +262,7 @@ class Decoding:
         after = engine.metrics()
         num_steps = after["num_steps"] - before["num_steps"]
         num_tokens = after["num_generated_tokens"] - before["num_generated_tokens"]
-        return Span(seconds, num_steps, num_tokens, outcomes.waited - waited)
+        return Span(seconds, num_steps, num_tokens, outputs.waited - waited)
 
     def close(self) -> None:
         for name in self.names:
@@ -276,7 +281,7 @@ def decoding(llm: LLM, load: StepLoad) -> Iterator[Decoding]:
 
 
 def plant_prefix(engine: Engine, prompt: Sequence[int]) -> None:
-    """Let the prefix cache find the prompt's full blocks, with small random numbers for KV."""
+    """Insert the prompt's full blocks into the prefix cache, with small random KV."""
     scheduler = engine.scheduler
     writer = Request("planted", tuple(prompt), TokenRules(PARAMS, seed=0, max_tokens=1))
     num_blocks = (len(prompt) - 1) // scheduler.block_size
@@ -292,7 +297,7 @@ def plant_prefix(engine: Engine, prompt: Sequence[int]) -> None:
 
 
 def step_bytes(llm: LLM, batch: int, live_length: float) -> StepBytes:
-    """Weights once, the head's as often as it runs, and live KV wherever it is attended to."""
+    """Count the weights once, the head's once per pass, and live KV once per attention pass."""
     runner, layout = llm.engine.runner, llm.engine.runner.state_layout
     own = len(stateful_layers(runner.model))
     kv = layout.context_bytes(live_length, layout.states[:own])
@@ -304,7 +309,7 @@ def step_bytes(llm: LLM, batch: int, live_length: float) -> StepBytes:
 
 
 def read_bandwidth(device: str) -> float:
-    """Bytes a second of reading memory, by the best of some large reductions."""
+    """Measure memory read bandwidth in bytes per second, as the best of several reductions."""
     size = READ_BYTES[torch.device(device).type]
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")

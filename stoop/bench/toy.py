@@ -1,8 +1,8 @@
-"""A toy target whose next token is a fixed function of the last one, and heads that know it.
+"""A toy target whose next token is a fixed function of the last one, and heads that predict it.
 
-For checks and benchmarks: how many drafts such a head gets right is known beforehand. Embeddings
-are unit vectors, attention and MLP of the target add nothing, and its output matrix sends the
-vector of token t to that of `successor(t)`.
+For tests and benchmarks that need a known acceptance. Embeddings are unit vectors, the target's
+attention and MLP add nothing, and its output matrix maps the vector of token t to that of
+`successor(t)`.
 """
 
 import json
@@ -15,12 +15,12 @@ from torch import Tensor
 SIZE = 64  # of the vocabulary and of the hidden states
 HEADS = 4
 STRIDE = 8
-# A margin that noise at temperature 1 does not overcome but once in a great while.
+# The logit margin: sampling at temperature 1 almost never picks another token.
 SHARPNESS = 40.0
 
 
 def successor(token: int) -> int:
-    """The token that follows; after eight of them the walk begins anew."""
+    """Return the next token; the sequence repeats after eight tokens."""
     return (token + STRIDE) % SIZE
 
 
@@ -47,11 +47,11 @@ def write_head(
     noise: float = 0.0,
     max_position: int = 4096,
 ) -> Path:
-    """A head that is right whenever the token to draft is in `knows`; None: always.
+    """Write a head that is right if the token to draft is in `knows`, or always if it is None.
 
-    EAGLE-1 sees the newest token and looks its successor up in the target's output matrix; it has
-    no vocabulary of its own, so it knows all. EAGLE-3 carries the token on in its feature. With
-    `noise` its attention disturbs it, so that what it drafts depends on its whole KV.
+    An EAGLE-1 head reads the newest token and shares the target's output matrix and vocabulary, so
+    it is always right. An EAGLE-3 head keeps the token in its feature. With `noise`, attention
+    perturbs the head, so that its drafts depend on its whole KV.
     """
     config = _decoder_config(max_position) | {"num_hidden_layers": 1}
     if method == "eagle":
@@ -66,19 +66,19 @@ def write_head(
 
 
 def _eagle3_tensors(known: list[int], noise: float) -> dict[str, Tensor]:
-    """The feature is the vector of the token before the newest, which says what follows both."""
+    """Return tensors that draft from the feature, the vector of the token before the newest."""
     zeros = torch.zeros(SIZE, SIZE)
     twice = torch.linalg.matrix_power(_successor_matrix(), 2)  # [token that follows, token]
     tensors = {
         "fc.weight": torch.cat((torch.eye(SIZE), zeros, zeros), dim=1),
         "norm.weight": torch.ones(SIZE),
-        # The output is the next vector already: one step on from the feature.
+        # The output is already the vector of the feature's successor.
         "lm_head.weight": (twice @ _successor_matrix().T)[known] * SHARPNESS / SIZE**0.5,
         "d2t": torch.tensor(known) - torch.arange(len(known)),
     }
     layer = _idle_layer("midlayer", 2 * SIZE, noise)
     layer["midlayer.hidden_norm.weight"] = torch.ones(SIZE)
-    # The MLP takes the token's vector off the stream and puts its successor's there.
+    # The MLP replaces the token's vector in the residual stream with its successor's.
     scale = SIZE**0.5
     layer["midlayer.mlp.gate_proj.weight"] = torch.eye(SIZE)
     layer["midlayer.mlp.up_proj.weight"] = torch.eye(SIZE)
@@ -95,7 +95,7 @@ def _successor_matrix() -> Tensor:
 
 
 def _idle_layer(prefix: str, attention_in: int, noise: float = 0.0) -> dict[str, Tensor]:
-    """A layer whose attention runs over random keys and whose outputs are noise, or zero."""
+    """Return a layer with random attention whose output is zero, or noise."""
     generator = torch.Generator().manual_seed(len(prefix))
     tensors = {
         f"{prefix}.self_attn.{name}_proj.weight": torch.randn(

@@ -1,12 +1,11 @@
-"""vLLM on a shape of ours: milliseconds a step by batch, and to the first token by prompt length.
+"""Measures vLLM: milliseconds per step by batch size, and to the first token by prompt length.
 
-A program of its own, run by the Python that has vLLM, which need not be the one that has stoop: so
-it imports nothing of stoop. Its task comes as JSON on standard input; what it found goes out as
-JSON behind a mark, among the lines that vLLM prints.
+This is a separate program that runs in a Python with vLLM, which may not have stoop, so it imports
+nothing from stoop. It reads its task as JSON from standard input and prints the result as a JSON
+line with a prefix, among the lines that vLLM prints.
 
-Requests of a batch answer side by side twice, with few tokens and with more. What the longer run
-takes beyond the shorter one, over the steps that it has more, is the time of a step: prompts and
-start-up cancel out.
+Each batch runs twice, with few tokens and with more. The difference in time over the difference in
+steps is the time of a step: prompts and start-up cancel out.
 """
 
 import json
@@ -25,6 +24,8 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 class Peer:
+    """A vLLM engine and its measurements."""
+
     def __init__(self, task: dict[str, Any], folder: Path) -> None:
         import vllm
 
@@ -42,8 +43,8 @@ class Peer:
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.8,
             "enable_prefix_caching": False,
-            "disable_log_stats": False,  # accepted drafts are counted there
-            # A graph of the very size for each batch, as stoop has them.
+            "disable_log_stats": False,  # they count accepted drafts
+            # A graph of each batch's exact size, as in stoop.
             "compilation_config": {"cudagraph_capture_sizes": sorted({*GRAPH_SIZES, *exact})},
         }
         if num_drafts:
@@ -72,7 +73,7 @@ class Peer:
         return statistics.median(times) * 1000
 
     def _generate(self, batch: int, length: int, num_tokens: int) -> tuple[float, float]:
-        """Seconds, and steps of a request: its tokens, less those that were accepted drafts."""
+        """Return the seconds, and the steps per request: its tokens minus accepted drafts."""
         words = range(3, self.task["target"]["vocab_size"])
         prompts = [{"prompt_token_ids": self.source.choices(words, k=length)} for _ in range(batch)]
         params = self.params(

@@ -1,34 +1,38 @@
-"""Are answers with a drafter those without one?
+"""Compares answers with and without a drafter.
 
-In exact arithmetic, greedy answers are equal token for token. In lower precisions the last bits of
-a logit depend on how many tokens were computed beside it, so that a near tie may fall the other
-way. Such a place is told from a fault by its gap: the lead of the best token over the second. Where
-the answers still agree, the gap is measured by both engines, and the largest difference between the
-two is the noise; a divergence is explained if it starts at a gap within that noise.
+In exact arithmetic, greedy answers are equal token for token. In lower precision, the last bits of
+a logit depend on the batch, so a near tie may go the other way. The gap, the lead of the best token
+over the second best, tells such a case from a bug. Both engines measure the gap where their answers
+still agree, and the largest difference between the two is the noise. A divergence is explained if
+its gap is within that noise.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoop.checkpoint.report import Report
 from stoop.core.outputs import CompletionOutput
 from stoop.core.prompts import Prompt
+from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 
 
 @dataclass(frozen=True)
 class Divergence:
-    prompt: int  # its place
+    """The first difference between two answers."""
+
+    prompt: int  # the prompt's index
     position: int  # of the first token that differs
-    gap: float  # natural log; of the plain answer there
+    gap: float  # of the plain answer there, in log probability
 
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    num_answers: int  # compared: each prompt alone and in the batch
-    num_tokens: int  # compared, up to the first difference of each answer
+    """The result of comparing all answers."""
+
+    num_answers: int  # each prompt counts twice: alone and in the batch
+    num_tokens: int  # equal tokens, up to the first difference of each answer
     noise: float  # the largest difference between two measurements of one gap
     divergences: tuple[Divergence, ...]
 
@@ -44,7 +48,7 @@ class AnswerCheck:
 def check_answers(
     model: str, options: dict[str, Any], prompts: Sequence[Prompt], max_tokens: int, report: Report
 ) -> AnswerCheck:
-    """Each prompt alone, greedily, with and without the drafter; then all as one batch with it."""
+    """Answer each prompt alone with and without the drafter, then all as one batch with it."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
 
     def ask(llm: LLM, stage: str, *batches: Sequence[Prompt]) -> list[CompletionOutput]:
@@ -56,7 +60,7 @@ def check_answers(
         return found
 
     alone = [[prompt] for prompt in prompts]
-    # One engine after the other: each may take most of the device's memory.
+    # One engine after another, since each may take most of the device's memory.
     undrafted = {**options, "speculative_config": None}
     plain = ask(LLM(model, report=report, **undrafted), "answering without drafts", *alone)
     drafted = ask(LLM(model, report=report, **options), "answering with drafts", *alone, prompts)
@@ -66,6 +70,7 @@ def check_answers(
 def compare(
     expected: Sequence[CompletionOutput], found: Sequence[CompletionOutput], num_prompts: int
 ) -> AnswerCheck:
+    """Find divergences, and the noise where answers agree."""
     num_tokens, noise = 0, 0.0
     divergences = []
     for place, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
@@ -86,7 +91,7 @@ def _common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def _gap(answer: CompletionOutput, position: int) -> float:
-    """How far the best token leads; infinite where an answer is over and the other is not."""
+    """Return the lead of the best token; infinite where only this answer has ended."""
     assert answer.logprobs is not None
     if position >= len(answer.logprobs):
         return float("inf")

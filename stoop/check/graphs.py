@@ -1,9 +1,9 @@
-"""Proof by trial that graphs of a model are what its eager steps are.
+"""Checks that graph replays of a model equal its eager steps.
 
 Every graph mode of every backend runs small workloads under the sanitizer, which compares each
-replay with the same phases run eagerly, to the bit. In float64, tokens are compared with steps
-that are neither captured nor padded, too; with a drafter, answers with those of plain decoding, and
-drafts, place by place, with those of eager steps.
+replay bit for bit with the same phases run eagerly. In float64, tokens must also equal those of
+steps that are neither captured nor padded; with a drafter, answers must equal those of plain
+decoding, and drafts at every position those of eager steps.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from stoop.checkpoint.report import Report
 from stoop.config.backends import serving_backends
 from stoop.config.schema import EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
+from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan
 from stoop.engine.choose_drafter import expand_auto
@@ -57,8 +57,10 @@ CAPTURE_SIZES = (1, 2, 4, 6, 16, 64)
 
 @dataclass(frozen=True)
 class Workload:
+    """A batch of random prompts."""
+
     name: str
-    lengths: tuple[int, ...]  # of prompts
+    lengths: tuple[int, ...]  # of the prompts
     params: SamplingParams
 
 
@@ -76,8 +78,8 @@ class Case:
 
 
 @dataclass
-class Outcome:
-    """A workload's answers, and the drafts behind each number of known tokens."""
+class Recorded:
+    """A workload's answers, and its drafts by request and number of known tokens."""
 
     answers: list[list[int]]
     drafts: dict[tuple[str, int], list[int]]
@@ -85,8 +87,8 @@ class Outcome:
 
 @contextmanager
 def tiny_model(engine: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A folder with the tiny model, and options with the tiny head's folder for its name."""
-    torch.set_num_threads(1)  # threads of so small a model only wait for each other
+    """Yield a folder with the tiny model, and options with the path of the tiny head."""
+    torch.set_num_threads(1)  # more threads only slow down such a small model
     spec = parse_speculation(engine.get("speculative_config"))
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -107,10 +109,10 @@ def tiny_model(engine: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def make_workloads(block_size: int, num_drafts: int) -> list[Workload]:
-    """Every live size, lengths around block boundaries, a long prompt before small batches.
+    """Cover every batch size, lengths around block boundaries, and small batches after a long one.
 
-    Prompts take up to three steps to arrive; the first ones are not at their end by then, whatever
-    is accepted.
+    Prefill takes up to three steps; answers are long enough that no request ends before that, even
+    if all drafts are accepted.
     """
     greedy = SamplingParams(temperature=0, max_tokens=block_size + 3, ignore_eos=True)
     lasting = 4 + 3 * num_drafts
@@ -133,7 +135,7 @@ def run_checks(
     engine: dict[str, Any],
     report: Report,
 ) -> Iterator[Case]:
-    """One case after another, each on an engine of its own; None: every backend of the device."""
+    """Yield cases one after another, each with a new engine. backends: None means all usable"""
     where, asked = find_device(engine.get("device", "auto")), engine.get("speculative_config")
     engine = {**engine, "speculative_config": expand_auto(asked, folder, where)}
     options = {
@@ -152,7 +154,7 @@ def run_checks(
     uncaptured = {name: value for name, value in options.items() if name != "capture_sizes"}
     eager = LLM(folder, graph_mode="none", **uncaptured)
     device = eager.config.device
-    expected = _eager_outcomes(eager, workloads) if device.dtype == "float64" else None
+    expected = _record_eager(eager, workloads) if device.dtype == "float64" else None
     layers = eager.engine.runner.layers
     head_sizes = [layer.shape.head_dim for layer in layers if isinstance(layer, Attention)]
     backends = backends or serving_backends(device.device, device.dtype, head_sizes)
@@ -169,23 +171,25 @@ def _num_drafts(engine: dict[str, Any]) -> int:
     return (spec.num_speculative_tokens or MAX_DRAFTS) if spec else 0
 
 
-def _eager_outcomes(eager: LLM, workloads: list[Workload]) -> dict[str, Outcome]:
-    """Of steps that are neither captured nor padded. In lower precisions a token's last bits depend
-    on the batch, and there is nothing to compare with."""
-    outcomes = {w.name: _run(eager, w) for w in workloads}
+def _record_eager(eager: LLM, workloads: list[Workload]) -> dict[str, Recorded]:
+    """Run the workloads in steps that are neither captured nor padded.
+
+    This needs float64: in lower precision, a logit's last bits depend on the batch.
+    """
+    found = {w.name: _run(eager, w) for w in workloads}
     if eager.config.spec is not None and eager.config.spec.synthetic_rates is None:
         options = dataclasses.asdict(dataclasses.replace(eager.options, speculative_config=None))
         plain = LLM(**options)
         drawn_drafts = eager.config.spec.draft_sample_method == "probabilistic"
         for workload in workloads:
-            # Drafts that are drawn keep the distribution, not the text.
+            # With sampled drafts, sampled answers keep their distribution but not their text.
             if workload.params.greedy or not drawn_drafts:
-                outcomes[workload.name].answers = _run(plain, workload).answers
-    return outcomes
+                found[workload.name].answers = _run(plain, workload).answers
+    return found
 
 
 def _check(
-    llm: LLM, case: Case, workloads: list[Workload], expected: dict[str, Outcome] | None
+    llm: LLM, case: Case, workloads: list[Workload], expected: dict[str, Recorded] | None
 ) -> Case:
     started = time.perf_counter()
     executor = llm.engine.runner.executor
@@ -195,20 +199,24 @@ def _check(
     for workload in workloads:
         case.num_workloads += 1
         try:
-            outcome = _run(llm, workload)
-        except Exception as error:  # whatever a stale graph may do
+            recorded = _run(llm, workload)
+        except Exception as error:  # a stale graph may fail in any way
             failures.append(f"{case.backend} {case.mode}, {workload.name}: {error}")
             continue
-        if expected is not None and outcome.answers != expected[workload.name].answers:
-            failures.append(f"{case.backend} {case.mode}, {workload.name}: other tokens than eager")
-        if expected is not None and outcome.drafts != expected[workload.name].drafts:
-            failures.append(f"{case.backend} {case.mode}, {workload.name}: other drafts than eager")
+        if expected is not None and recorded.answers != expected[workload.name].answers:
+            failures.append(
+                f"{case.backend} {case.mode}, {workload.name}: tokens differ from eager"
+            )
+        if expected is not None and recorded.drafts != expected[workload.name].drafts:
+            failures.append(
+                f"{case.backend} {case.mode}, {workload.name}: drafts differ from eager"
+            )
     managers = executor.managers.items()
     captured = [(name, each) for name, manager in managers for each in manager.descriptors]
     for name, descriptor in captured:
         if (name, descriptor) not in used:
             which = f"{name} {descriptor}"
-            failures.append(f"{case.backend} {case.mode}: no workload took {which}")
+            failures.append(f"{case.backend} {case.mode}: no workload replayed {which}")
     case.num_graphs = len(captured)
     case.num_used = len(used)
     case.failures = tuple(failures)
@@ -216,23 +224,23 @@ def _check(
     return case
 
 
-def _run(llm: LLM, workload: Workload) -> Outcome:
+def _run(llm: LLM, workload: Workload) -> Recorded:
     source = random.Random(workload.name)
     vocab_size = llm.config.model.vocab_size
     prompts = [[source.randrange(vocab_size) for _ in range(n)] for n in workload.lengths]
-    outcome = Outcome([], {})
-    with _watch_drafts(llm, outcome):
+    recorded = Recorded([], {})
+    with _watch_drafts(llm, recorded):
         outputs = llm.generate(prompts, workload.params, use_tqdm=False)
-    outcome.answers = [list(output.outputs[0].token_ids) for output in outputs]
-    return outcome
+    recorded.answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return recorded
 
 
 @contextmanager
-def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
-    """Note after each step what stands behind the known tokens of its rows."""
+def _watch_drafts(llm: LLM, recorded: Recorded) -> Iterator[None]:
+    """Record, after each step, the drafts that follow the known tokens of its rows."""
     runner = llm.engine.runner
     slots, launch = runner.target.state.tensors, runner.launch
-    first: int | None = None  # number of the workload's first request, which the first step has
+    first: int | None = None  # number of the workload's first request, part of its first step
 
     def spy(plan: StepPlan) -> LaunchedStep:
         nonlocal first
@@ -242,7 +250,7 @@ def _watch_drafts(llm: LLM, outcome: Outcome) -> Iterator[None]:
         for number, row in zip(numbers, plan.rows, strict=True):
             known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
             drafts = slots.token_ids[row.slot, known : known + count].tolist()
-            outcome.drafts[f"{number - first}", known] = drafts
+            recorded.drafts[f"{number - first}", known] = drafts
         return launched
 
     runner.launch = spy  # type: ignore[method-assign]

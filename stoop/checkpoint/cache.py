@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoop.checkpoint.report import Report, quiet, show_bytes
 from stoop.config.environ import cache_dir
 from stoop.config.errors import FetchError
+from stoop.core.report import Report, quiet, show_bytes
 
 logger = logging.getLogger(__name__)
 

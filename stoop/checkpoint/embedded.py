@@ -15,8 +15,8 @@ from typing import IO
 
 from stoop.checkpoint.cache import Recipe, models_dir
 from stoop.checkpoint.gguf import convert_gguf
-from stoop.checkpoint.report import Report, show_bytes, show_path
 from stoop.config.errors import FetchError
+from stoop.core.report import Report, show_bytes, show_path
 
 COPY_BYTES = 1 << 20
 POLL_SECONDS = 0.2

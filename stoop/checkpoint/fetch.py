@@ -11,8 +11,8 @@ from stoop.checkpoint.cache import Recipe, models_dir, obtain
 from stoop.checkpoint.embedded import EMBEDDED, EmbeddedModel, embedded_recipe
 from stoop.checkpoint.gguf import convert_gguf, converted_bytes
 from stoop.checkpoint.hub import fetch_from_hub
-from stoop.checkpoint.report import Report, quiet, show_bytes, show_path
 from stoop.config.errors import CheckpointError, ConfigError, FetchError
+from stoop.core.report import Report, quiet, show_bytes, show_path
 
 __all__ = ["EMBEDDED", "EmbeddedModel", "Report", "pull", "resolve_model"]
 

@@ -20,8 +20,8 @@ from stoop.checkpoint.gguf_config import build_generation_config, token_ids
 from stoop.checkpoint.gguf_file import MAX_SHOWN, GGUFFile, GGUFTensor
 from stoop.checkpoint.gguf_layout import GGUFContents, GGUFLayout, ModelFields, find_layout
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
-from stoop.checkpoint.report import Report, quiet
 from stoop.config.errors import CheckpointError
+from stoop.core.report import Report, quiet
 
 if TYPE_CHECKING:
     import numpy as np

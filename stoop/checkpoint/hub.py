@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from stoop.checkpoint.report import Report, show_bytes
 from stoop.config.errors import FetchError
+from stoop.core.report import Report, show_bytes
 
 WANTED_FILES = [
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",

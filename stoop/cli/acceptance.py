@@ -1,4 +1,4 @@
-"""A small table of how many drafts were accepted."""
+"""A small table of draft acceptance."""
 
 import sys
 
@@ -6,7 +6,7 @@ from stoop.core.outputs import SpecCounts
 
 
 def print_acceptance(counts: SpecCounts) -> None:
-    """Print to standard error, next to the speed; nothing if there is no drafter."""
+    """Print the acceptance table to standard error; without a drafter, print nothing."""
     if not counts.num_accepted_tokens_per_pos:
         return
     if not counts.num_draft_steps:

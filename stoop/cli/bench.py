@@ -1,4 +1,4 @@
-"""`stoop bench`: speed, as a table and as a JSON line."""
+"""`stoop bench`: benchmarks that print a table and a JSON line."""
 
 import importlib.util
 import sys
@@ -41,16 +41,32 @@ Shape = Annotated[
 ]
 Drafts = Annotated[
     int,
-    typer.Option("--k", help="drafts per step, by an EAGLE-3 head that is never right; 0 for none"),
+    typer.Option(
+        "--k",
+        help="draft tokens per step, from a random EAGLE-3 head whose drafts are all rejected; 0 "
+        "disables speculation",
+    ),
 ]
 PromptLen = Annotated[int, typer.Option(min=1, help="prompt tokens per request")]
 Context = Annotated[
     int | None,
-    typer.Option(min=1, help="tokens of made-up KV per request, instead of a prompt"),
+    typer.Option(min=1, help="context tokens per request with random KV, instead of a prompt"),
+]
+QuestionFiles = Annotated[
+    list[Path],
+    typer.Option(
+        help=".jsonl file with a turns (the first is used), prompt or text field; may be repeated"
+    ),
+]
+TimedDrafts = Annotated[
+    str | None,
+    typer.Option(
+        "--speed-k", help="values of K to measure speed for, or none; default: the K of -sc"
+    ),
 ]
 StepGraphMode = Annotated[str, typer.Option(help=engine_help("graph_mode"))]
 
-# Options that follow from the shape and the load.
+# The shape and the load determine these options.
 _SET_BY_LOAD = (
     "tokenizer",
     "revision",
@@ -73,7 +89,7 @@ def _shape_flags(command: Command) -> Command:
 
 
 def _question_flags(command: Command) -> Command:
-    """Runs ask the same questions again, which the prefix cache would find."""
+    """Engine flags without prefix caching: runs repeat the same questions."""
     without = ("skip_tokenizer_init", "max_num_seqs", "enable_prefix_caching")
     return engine_flags(command, without=without)
 
@@ -87,7 +103,7 @@ def throughput(
     output_len: OutputLen = 64,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Measure throughput: all requests at once, --max-num-seqs of them running together."""
+    """Measure throughput: all requests arrive at once and up to --max-num-seqs run together."""
     check_engine(model, engine)
     from stoop.bench.offline import Load, measure_throughput
     from stoop.bench.report import print_throughput
@@ -101,10 +117,10 @@ def throughput(
 def latency(
     model: Model = DEFAULT_MODEL,
     batch_size: Annotated[
-        str, typer.Option(help="requests at a time; several sizes as in 1,8")
+        str, typer.Option(help="concurrent requests; one or more sizes, such as 1,8")
     ] = "1,8",
     input_len: Annotated[
-        str, typer.Option(help="prompt tokens per request; several lengths as in 512,4096")
+        str, typer.Option(help="prompt tokens per request; one or more lengths, such as 512,4096")
     ] = "40",
     output_len: OutputLen = 64,
     repeat: Annotated[int, typer.Option(min=1, help="runs per size")] = 3,
@@ -114,22 +130,26 @@ def latency(
     ] = None,
     k: Annotated[
         int,
-        typer.Option("--k", help="drafts per step, with --shape; see `stoop bench step --help`"),
+        typer.Option(
+            "--k", help="draft tokens per step, with --shape; see `stoop bench step --help`"
+        ),
     ] = 0,
     peer: Annotated[
         str | None,
-        typer.Option(help="transformers: measure its generate too, in the same runs and dtype"),
+        typer.Option(
+            help="transformers: also measure its generate(), alternating runs, in the same dtype"
+        ),
     ] = None,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Measure time to first token, time between tokens and tokens/s of fixed batches."""
+    """Measure time to first token, time between tokens and tokens/s for fixed batch sizes."""
     sizes, lengths = _sizes(batch_size), _sizes(input_len)
     if peer not in (None, "transformers"):
-        raise ConfigError(f"--peer {peer}: use transformers, the only one there is")
+        raise ConfigError(f"--peer {peer}: use transformers, the only choice")
     if peer and importlib.util.find_spec(peer) is None:
-        raise ConfigError(f"--peer {peer}: it is not installed here; pip install {peer}")
+        raise ConfigError(f"--peer {peer}: it is not installed; pip install {peer}")
     if k and shape is None:
-        raise ConfigError(f"--k {k} sets the head of a --shape: add one, or use -sc")
+        raise ConfigError(f"--k {k} needs --shape: add one, or set a drafter with -sc")
     drafted = not asks_for_auto(engine["speculative_config"])
     if shape is not None and (model != DEFAULT_MODEL or (k and drafted)):
         raise ConfigError("--shape sets the model and --k its head: leave out the model and -sc")
@@ -156,22 +176,26 @@ def latency(
 def step(
     shape: Shape = "llama-8b",
     k: Drafts = 3,
-    batch: Annotated[str, typer.Option(help="requests at a time; several as in 1,8")] = "1,8,32,64",
+    batch: Annotated[
+        str, typer.Option(help="concurrent requests; one or more sizes, such as 1,8")
+    ] = "1,8,32,64",
     prompt_len: PromptLen = 512,
     context: Context = None,
     graph_mode: StepGraphMode = "step",
     steps: Annotated[int, typer.Option(min=1, help="timed steps per run")] = 256,
-    repeat: Annotated[int, typer.Option(min=1, help="runs per batch size; the median counts")] = 3,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="runs per batch size; the median is reported")
+    ] = 3,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Measure the time of a decode step, next to the time to read its weights and KV cache.
+    """Measure the time of a decode step and compare it with the memory-bandwidth floor.
 
-    floor: time to read the weights and live KV once, and the head's K times, at the memory
-    bandwidth measured here. host: the part of a step in which the host does not wait for the
+    floor: time to read the weights and live KV once, and the draft head's K times, at the
+    measured memory bandwidth. host: the part of a step in which the host does not wait for the
     device.
 
-    On CUDA a further run under torch.profiler gives: kernels, how many a step launches, copies and
-    fills included; busy, the time in which any of them runs; idle, the rest of the step.
+    On CUDA, another run under torch.profiler measures kernels (launches per step, including
+    copies and fills), busy (the time in which at least one runs) and idle (the rest of the step).
     """
     sizes, engine = _sizes(batch), {**engine, "graph_mode": graph_mode}
     check_engine(shape, {**engine, "max_num_seqs": 1})
@@ -187,14 +211,14 @@ def step(
 def profile(
     shape: Shape = "llama-8b",
     k: Drafts = 3,
-    batch: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     prompt_len: PromptLen = 512,
     context: Context = None,
     graph_mode: StepGraphMode = "step",
     out: Annotated[str, typer.Option(help="file for the Chrome trace")] = "trace.json",
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Show what a decode step spends its time on, and write a Chrome trace."""
+    """Profile a decode step by kernel and write a Chrome trace."""
     _check_file("--out", Path(out))
     engine = {**engine, "graph_mode": graph_mode}
     check_engine(shape, {**engine, "max_num_seqs": 1})
@@ -212,21 +236,24 @@ def profile(
 def peer(
     shape: Annotated[str, typer.Option(help="llama-8b, llama-1b or smollm2-135m")] = "llama-8b",
     k: Drafts = 3,
-    batch: Annotated[str, typer.Option(help="requests at a time; several as in 1,8")] = "1,8,32",
+    batch: Annotated[
+        str, typer.Option(help="concurrent requests; one or more sizes, such as 1,8")
+    ] = "1,8,32",
     prompt_len: Annotated[int, typer.Option(min=1, help="prompt tokens per request")] = 512,
     first_token: Annotated[
-        str, typer.Option(help="prompt lengths to time the first token for, such as 512,4096")
+        str, typer.Option(help="prompt lengths for time to first token, such as 512,4096")
     ] = "",
     steps: Annotated[int, typer.Option(min=1, help="timed steps per run")] = 128,
-    repeat: Annotated[int, typer.Option(min=1, help="runs of each; the median counts")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="runs of each; the median is reported")] = 3,
     python: Annotated[
         str | None,
-        typer.Option(help="Python interpreter that has vLLM; default: the one that runs stoop"),
+        typer.Option(help="Python interpreter with vLLM installed; default: the one running stoop"),
     ] = None,
 ) -> None:
-    """Measure vLLM on the same shape and by the same method as `bench step`.
+    """Measure vLLM on the same shape and with the same method as `bench step`.
 
-    Random weights, greedy, prefix caching off, a graph of exactly the size of each batch.
+    Uses random weights, greedy decoding, no prefix caching, and a CUDA graph of each batch's exact
+    size.
     """
     from stoop.bench.peer import PeerLoad, measure_vllm
     from stoop.bench.report import print_peer
@@ -251,9 +278,9 @@ def graphs(
     contexts: Annotated[
         str, typer.Option(help="prompt lengths in tokens, separated by commas")
     ] = "32,256,1024",
-    batch_size: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     output_len: OutputLen = 24,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds; modes take turns in each")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds; every round runs every mode")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto, float64, float32, bfloat16 or float16")
@@ -283,30 +310,34 @@ def graphs(
 
 @bench.command()
 def spec(
-    k: Annotated[str, typer.Option("--k", help="drafts per step, separated by commas")] = "1,2,4,8",
-    batch_size: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    k: Annotated[
+        str, typer.Option("--k", help="draft tokens per step, separated by commas")
+    ] = "1,2,4,8",
+    batch_size: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     output_len: OutputLen = 64,
     layers: Annotated[
         int,
         typer.Option(
-            min=1, help="layers of the toy model; its head has one, so more make drafts cheaper"
+            min=1,
+            help="layers of the toy model; its head has one, so more layers make drafts cheaper",
         ),
     ] = 24,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds; engines take turns in each")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds; every round runs every engine")] = 3,
     graph_mode: Annotated[str, typer.Option(help=engine_help("graph_mode"))] = "step",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
 ) -> None:
-    """Measure what speculation can gain and what it costs, on a toy model.
+    """Measure the best-case gain and the worst-case cost of speculation on a toy model.
 
-    One head is always right and one is never: tokens/s of both for each number of drafts.
+    Prints tokens/s for each K with a head whose drafts are always right and with one whose drafts
+    are always wrong.
     """
-    ks, input_len = _sizes(k), 8
+    counts, input_len = _sizes(k), 8
     options = {
         "device": device,
         "graph_mode": graph_mode,
         "max_num_seqs": batch_size,
         "max_model_len": input_len + output_len,
-        "max_num_batched_tokens": max(64, batch_size * (max(ks) + 1)),
+        "max_num_batched_tokens": max(64, batch_size * (max(counts) + 1)),
         "skip_tokenizer_init": True,
         "capture_sizes": None if graph_mode == "none" else str(batch_size),
     }
@@ -316,53 +347,50 @@ def spec(
     from stoop.bench.spec import measure_drafts
 
     load = Load(batch_size, input_len, output_len)
-    print_drafts(load, measure_drafts(ks, load, layers, options, repeat, start_llm))
+    print_drafts(load, measure_drafts(counts, load, layers, options, repeat, start_llm))
 
 
 @bench.command()
 @_question_flags
 def acceptance(
     model: Model = DEFAULT_MODEL,
-    questions: Annotated[
-        list[Path],
-        typer.Option(help=".jsonl file with turns (the first is used), prompt or text; repeatable"),
-    ] = [],  # noqa: B006
+    questions: QuestionFiles = [],  # noqa: B006
     k: Annotated[
-        str, typer.Option("--k", help="drafts per step, separated by commas")
+        str, typer.Option("--k", help="draft tokens per step, separated by commas")
     ] = "1,2,3,4,5,6,7,8",
-    speed_k: Annotated[
-        str | None,
-        typer.Option("--speed-k", help="numbers of drafts to time, or none; default: as in -sc"),
-    ] = None,
-    temperature: Annotated[str, typer.Option(help="one or more; 0 is greedy")] = "0,1",
-    max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 256,
+    speed_k: TimedDrafts = None,
+    temperature: Annotated[
+        str, typer.Option(help="sampling temperatures, separated by commas; 0 is greedy")
+    ] = "0,1",
+    max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens per answer")] = 256,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="use this many questions per file, spread over it")
+        int | None,
+        typer.Option(min=1, help="use at most this many questions per file, evenly spaced"),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="requests at a time where speed is measured")
+        int, typer.Option(min=1, help="concurrent requests when measuring speed")
     ] = 1,
     acceptance_batch: Annotated[
-        int, typer.Option(min=1, help="requests at a time where only acceptance is measured")
+        int, typer.Option(min=1, help="concurrent requests when measuring acceptance only")
     ] = 16,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="use questions as they are, without the chat template")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(help="PNG file; needs matplotlib")] = None,
-    out: Annotated[Path | None, typer.Option(help="file for the JSON line")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="do not apply the chat template")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="write a plot to this PNG file; needs matplotlib")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="also write the JSON line to this file")] = None,
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Measure how many drafts are accepted when a model answers questions, and the speedup.
+    """Measure draft acceptance and speedup while a model answers questions.
 
-    Answers end at the end-of-text token, and seeds are fixed. Engines start one after another.
+    Answers end at the end-of-text token, and seeds are fixed. Engines run one after another.
     """
     check_engine(model, {**engine, "max_num_seqs": 1})
-    from stoop.bench.acceptance import Plan, measure_acceptance
+    from stoop.bench.acceptance import AcceptanceSettings, measure_acceptance
     from stoop.bench.acceptance_report import draw_acceptance, print_acceptance
 
     drafter = _drafter(engine, model)
     proposed = str(drafter.pop("num_speculative_tokens", ""))
-    ks, timed = _drafts(k), () if speed_k == "none" else _drafts(speed_k or proposed)
+    counts, timed = _drafts(k), () if speed_k == "none" else _drafts(speed_k or proposed)
     temperatures = _temperatures(temperature)
     _check_file("--plot", plot, needs="matplotlib")
     _check_file("--out", out)
@@ -373,15 +401,17 @@ def acceptance(
         options = {"speculative_config": chosen, "max_num_seqs": batch}
         return start_llm(model, {**engine, **options, "enable_prefix_caching": False})
 
-    plan = Plan(ks, timed, temperatures, max_tokens, batch_size, acceptance_batch)
-    report = measure_acceptance(start, asked, plan, _say)
+    settings = AcceptanceSettings(
+        counts, timed, temperatures, max_tokens, batch_size, acceptance_batch
+    )
+    report = measure_acceptance(start, asked, settings, _say)
     print_acceptance(report, model, drafter, out)
     if plot is not None:
         draw_acceptance(report, plot, _say)
 
 
 def _drafter(engine: dict[str, Any], model: str) -> dict[str, Any]:
-    """What -sc says, checked."""
+    """Parse and check -sc."""
     from stoop.engine.choose_drafter import expand_auto
     from stoop.worker.device import find_device
 
@@ -395,10 +425,10 @@ def _drafter(engine: dict[str, Any], model: str) -> dict[str, Any]:
 def _drafts(text: str) -> tuple[int, ...]:
     if not text:
         raise ConfigError("-sc lacks num_speculative_tokens: add it, or give --speed-k 3")
-    ks = sorted(set(_sizes(text)))
-    if ks[-1] > MAX_DRAFTS:
-        raise ConfigError(f"K = {ks[-1]}: use 1 to {MAX_DRAFTS} drafts per step")
-    return tuple(ks)
+    counts = sorted(set(_sizes(text)))
+    if counts[-1] > MAX_DRAFTS:
+        raise ConfigError(f"K = {counts[-1]}: use 1 to {MAX_DRAFTS} drafts per step")
+    return tuple(counts)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -419,7 +449,7 @@ def _read_questions(
     from stoop.text.tokenizer import Tokenizer
 
     if not paths:
-        raise ConfigError("there are no questions: give --questions FILE")
+        raise ConfigError("no questions were given: add --questions FILE")
     found = read_questions(paths, limit)
     with StageProgress() as report:
         folder = resolve_model(model, revision=engine["revision"], report=report)
@@ -428,7 +458,7 @@ def _read_questions(
 
 
 def _check_file(flag: str, path: Path | None, needs: str | None = None) -> None:
-    """That it can be written, before there is something to write. needs: a library"""
+    """Refuse early a file that cannot be written. needs: a library that writing requires"""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: its folder does not exist, create it first")
     if path is not None and path.is_dir():

@@ -1,4 +1,4 @@
-"""`stoop chat`: a conversation that streams as it is generated."""
+"""`stoop chat`: an interactive conversation with streamed answers."""
 
 import sys
 import time
@@ -25,16 +25,16 @@ HELP = "Ctrl-C stops an answer; /reset starts over; /exit or Ctrl-D quits."
 
 
 @text_engine_flags
-@sampling_flags(temperature=0.7, top_p=0.95, max_tokens=512)
+@sampling_flags(hidden=("n", "logprobs"), temperature=0.7, top_p=0.95, max_tokens=512)
 def chat(
     model: Model = DEFAULT_MODEL,
     system: Annotated[
-        str | None, typer.Option("--system", help="system prompt; default: the template's own")
+        str | None, typer.Option("--system", help="system prompt; default: the chat template's")
     ] = None,
     engine: dict[str, Any] = {},  # noqa: B006
     sampling: SamplingParams = SamplingParams(),
 ) -> None:
-    """Chat with a model. Answers stream; Ctrl-C stops the answer, not the program."""
+    """Chat with a model. Answers are streamed; Ctrl-C stops the answer, not the program."""
     if sampling.n != 1 or sampling.logprobs is not None:
         raise RequestError("chat prints one answer per turn, as text: leave out -n and --logprobs")
     check_engine(model, engine)
@@ -63,6 +63,8 @@ def _converse(conversation: "Conversation", lines: LineReader) -> None:
 
 
 class Conversation:
+    """The turns of a chat, and the engine that answers them."""
+
     def __init__(self, llm: Any, system: str | None, sampling: SamplingParams) -> None:
         self.llm = llm
         self.sampling = sampling
@@ -73,7 +75,7 @@ class Conversation:
         self.turns = []
 
     def answer(self, text: str) -> None:
-        """Stream one answer and remember it, or what Ctrl-C left of it."""
+        """Stream one answer and keep it as a turn, even if Ctrl-C cuts it short."""
         self.turns.append({"role": "user", "content": text})
         try:
             prompt_ids = self._prompt_ids()
@@ -99,7 +101,7 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": shown})
 
     def _prompt_ids(self) -> list[int]:
-        """The conversation's tokens; the oldest turns go when there is no room for an answer."""
+        """Encode the conversation, dropping the oldest turns if an answer would not fit."""
         tokenizer = self.llm.get_tokenizer()
         limit = self.llm.config.schedule.max_model_len
         room = min(self.sampling.max_tokens or 1, limit // 4)

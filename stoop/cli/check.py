@@ -1,4 +1,4 @@
-"""`stoop check`: are this model's graphs what its eager steps are?"""
+"""`stoop check`: compare graph replay with eager execution."""
 
 import json
 from collections.abc import Sequence
@@ -55,8 +55,9 @@ def check(
 ) -> None:
     """Check that every graph replay equals eager execution, bit for bit.
 
-    The sanitizer is on. With a drafter (-sc) its phases are checked too; its model may be "tiny" if
-    the model is. The last line is JSON; the exit code is 1 if anything differs.
+    Runs with the sanitizer on. With a drafter (-sc), its phases are checked too; for the tiny
+    model, its head may be "tiny" as well. The last line is JSON; the exit code is 1 if anything
+    differs.
     """
     chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
     chosen_backends = _chosen("--backends", backends, backend_names()) if backends else None
@@ -86,7 +87,7 @@ def _print_table(model: str, cases: list[Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{model}: replay against eager, bit for bit")
+    table = Table(title=f"{model}: graph replay vs. eager, bit for bit")
     for column in ("backend", "mode", "runs", "graphs", "used", "s", "result"):
         table.add_column(column, no_wrap=True)
     for case in cases:

@@ -1,4 +1,4 @@
-"""`stoop compare`: are answers with a drafter those without one?"""
+"""`stoop compare`: compare answers with and without a drafter."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def compare(
     model: Model = DEFAULT_MODEL,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="text file with one prompt per line; default: eight questions"),
+        typer.Option(help="text file with one prompt per line; default: eight built-in questions"),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="maximum length of an answer, in tokens")
@@ -39,10 +39,10 @@ def compare(
 ) -> None:
     """Check that greedy answers with a drafter (-sc) equal those of plain decoding.
 
-    Each prompt is answered alone and in a batch. Where two answers differ, the command prints by
-    how much the best token led the second best, next to the numerical noise of such a lead,
-    measured where the answers agree. The last line is JSON; the exit code is 1 if an answer differs
-    at a lead above the noise.
+    Each prompt is answered alone and in a batch. Where two answers differ, the command prints the
+    lead of the best token over the second best in log probability, and compares it with the
+    numerical noise of that lead, measured where the answers agree. The last line is JSON; the exit
+    code is 1 if an answer differs where the lead exceeds the noise.
     """
     check_engine(model, engine)
     given = engine["speculative_config"]

@@ -1,4 +1,4 @@
-"""Errors that a user can do something about, each as one sentence."""
+"""One-sentence messages for errors that a user can act on."""
 
 import errno
 import re
@@ -14,10 +14,10 @@ LOWER = (
 
 
 def explain(error: Exception) -> str | None:
-    """What to print; None for an error of ours, whose traceback is needed."""
+    """Return the message to print, or None for a bug in stoop, which needs its traceback."""
     if isinstance(error, StoopError):
         return f"error: {error}"
-    if hasattr(error, "format_message"):  # how typer marks what is wrong with a command line
+    if hasattr(error, "format_message"):  # a usage error of typer's
         return _usage(error)
     if is_out_of_memory(error):
         return f"error: out of memory{_size(str(error))}: {LOWER}"
@@ -28,7 +28,7 @@ def explain(error: Exception) -> str | None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of Python, of torch on a CPU or a GPU, or of the operating system."""
+    """Recognize out-of-memory errors of Python, torch (CPU or GPU) and the operating system."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
@@ -40,7 +40,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _size(text: str) -> str:
-    """How much was asked for, if the message says so."""
+    """Return the size of the failed allocation, if the message names it."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", text)
     if found is None:
         return ""
@@ -51,7 +51,7 @@ def _size(text: str) -> str:
 
 
 def _vllm_advice(option: str) -> str:
-    """What to do about a flag of vLLM's."""
+    """Say what to do about a vLLM flag that stoop lacks."""
     name = option.lstrip("-").replace("-", "_")
     if name == "enforce_eager":
         return ": use --graph-mode none"

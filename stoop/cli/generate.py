@@ -1,4 +1,4 @@
-"""`stoop generate`: prompts in, answers and speed out."""
+"""`stoop generate`: answer prompts and print the speed."""
 
 import dataclasses
 import json
@@ -37,8 +37,8 @@ def generate(
         typer.Option(
             "--prompt",
             "-p",
-            help="text to continue; may be repeated; - is standard input, which is also read if "
-            "there is no --prompt and it is not a terminal",
+            help="text to continue; may be repeated; - reads standard input, which is also the "
+            "default unless it is a terminal",
         ),
     ] = [],  # noqa: B006
     chat: Annotated[
@@ -50,7 +50,7 @@ def generate(
     beside_plain: Annotated[
         bool,
         typer.Option(
-            "--beside-plain", help="answer again with and without drafts and print both speeds"
+            "--beside-plain", help="also answer without drafts and print both decode speeds"
         ),
     ] = False,
     engine: dict[str, Any] = {},  # noqa: B006
@@ -84,7 +84,7 @@ def generate(
         )
     elif beside_plain:
         drafted = measure(lambda: _answer(llm, ready, sampling, shown, again=True)[0], outputs)
-        llm = None  # its memory is the next one's
+        llm = None  # frees its memory for the next engine
         plain = start_llm(model, {**engine, "speculative_config": None})
         undrafted = sampling.replace(num_speculative_tokens=None)
         _warm_up(plain, ready[0], undrafted)
@@ -94,7 +94,7 @@ def generate(
 def _answer(
     llm: Any, prompts: list[Any], sampling: SamplingParams, stream: bool, again: bool = False
 ) -> tuple[list[RequestOutput], float]:
-    """And the seconds that it took. stream: as it grows, printed unless it is there already"""
+    """Return the answers and the seconds they took. again: the streamed answer is already shown"""
     started = time.perf_counter()
     if stream:
         outputs = [_stream(llm, prompts[0], sampling, silent=again)]
@@ -104,9 +104,9 @@ def _answer(
 
 
 def _warm_up(llm: Any, prompt: Any, sampling: SamplingParams) -> None:
-    """What is loaded or compiled at first use is no part of a comparison.
+    """Load and compile what the first use needs, so that it is not part of the comparison.
 
-    With the prompt backwards, so that the prefix cache is of no help later.
+    The prompt is reversed so that the timed runs find nothing in the prefix cache.
     """
     if isinstance(prompt, str):
         token_ids = llm.get_tokenizer().encode(prompt)

@@ -1,4 +1,4 @@
-"""`--help`, with every option name in full at any width, on a terminal and in a pipe."""
+"""`--help` that shows every option name in full at any width, on a terminal and in a pipe."""
 
 import functools
 import inspect
@@ -10,17 +10,17 @@ from typing import Any
 from typer.core import TyperGroup
 
 MIN_WIDTH, MAX_WIDTH = 40, 100
-NAMES_WIDTH = 28  # of the left column; longer names have a line of their own
-NARROW = 64  # below it there is one column
-TIE = "\0"  # a space at which no line is broken
-MAX_TIED = 30  # characters of a default that stays on one line
+NAMES_WIDTH = 28  # of the left column; longer names get a line of their own
+NARROW = 64  # below this width there is one column
+TIE = "\0"  # a non-breaking space
+MAX_TIED = 30  # characters; a default this short stays on one line
 
-# What typer calls the kinds of values, old and new.
+# Typer's names of value types, in old and new versions.
 _VALUES = (("int", "INT"), ("float", "FLOAT"), ("path", "PATH"), ("file", "PATH"))
 
 
 class HelpfulGroup(TyperGroup):
-    """A command whose own help, and that of all commands below it, is written here."""
+    """A command group that uses this module's help for itself and all its subcommands."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -39,6 +39,7 @@ def _write_help(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def help_text(command: Any, ctx: Any, width: int) -> str:
+    """Format a command's usage, description, arguments, options and subcommands."""
     parts = [_usage(command, ctx, width), _description(command, width)]
     for title, rows in _groups(command, ctx).items():
         column = NAMES_WIDTH
@@ -67,7 +68,7 @@ def _description(command: Any, width: int) -> str:
 
 
 def _groups(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-    """Names and explanations by heading: arguments, options, named groups of them, commands."""
+    """Collect names and help texts by heading: arguments, options, option groups, commands."""
     found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for param in command.get_params(ctx):
         if getattr(param, "hidden", False):
@@ -99,14 +100,14 @@ def _explained(param: Any, ctx: Any) -> tuple[str, str]:
 
 
 def _default(param: Any) -> str:
-    """As a user would write it; empty if there is none to show."""
+    """Format a default as a user would write it; empty if there is none to show."""
     value, show = param.default, getattr(param, "show_default", True)
     if isinstance(show, str):
         return f"default: {show}"
     if not show or value is None or value == [] or value == "" or callable(value):
         return ""
     if getattr(param, "is_flag", False):
-        # A flag without its opposite is off unless given: that goes without saying.
+        # A flag without an opposite is off by default; saying so would be noise.
         return f"default: {'on' if value else 'off'}" if param.secondary_opts else ""
     return f"default: {value}"
 
@@ -133,7 +134,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _row(names: str, text: str, column: int, width: int) -> str:
-    """In two columns where there is room: the text beside its names, or below long ones."""
+    """Format names and help text in two columns; the text goes below names that are too long."""
     indent = 2 + column
     lines = _wrap(text, width - indent).splitlines()
     head = f"  {names}"
@@ -143,7 +144,7 @@ def _row(names: str, text: str, column: int, width: int) -> str:
 
 
 def _wrap(text: str, width: int, hanging: int = 0) -> str:
-    """Names of options are never broken."""
+    """Wrap text without breaking option names."""
     wrapped = textwrap.wrap(
         " ".join(text.split()),
         width,

@@ -1,4 +1,4 @@
-"""Lines that a user types, with editing and history where the system has readline."""
+"""Reading typed lines, with editing and history where Python has readline."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 PROMPT = "> "
 HISTORY = "chat-history.jsonl"
 MAX_HISTORY = 1000  # lines kept from one conversation to the next
-MAX_LINE = 10_000  # characters of a line that is kept
+MAX_LINE = 10_000  # characters; longer lines are not kept
 
 
 class LineReader:
@@ -27,7 +27,7 @@ class LineReader:
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
-        # readline edits on the terminal of standard output: without one there is nothing to edit.
+        # readline needs standard output to be a terminal as well.
         self._editor = _load_readline() if self.interactive and sys.stdout.isatty() else None
         self._history = History(cache_dir() / HISTORY) if self._editor else None
         if self._editor and self._history:
@@ -36,13 +36,13 @@ class LineReader:
                 self._editor.add_history(line)
 
     def read(self) -> str | None:
-        """The next line; None at the end. Ctrl-C clears a line that is being typed."""
+        """Return the next line, or None at end of input. Ctrl-C clears the line being typed."""
         while True:
             try:
                 line = as_text(self._read(), "the line")
             except EOFError:
                 if self.interactive:
-                    print(file=sys.stderr)  # leave the shell a line of its own
+                    print(file=sys.stderr)  # the shell's prompt starts on a new line
                 return None
             except KeyboardInterrupt:
                 if not self.interactive:
@@ -73,10 +73,10 @@ class LineReader:
 
 
 class History:
-    """Lines typed in this conversation and before it, in a file that only its owner can read.
+    """Lines typed in this and earlier conversations, in a file that only its owner can read.
 
-    Each is written as soon as it is typed: a terminal may be closed at any time. If the cache
-    folder cannot be written, there is no history, and nothing else changes.
+    Each line is written as soon as it is typed, since a terminal may be closed at any time. If the
+    cache folder is not writable, there is no history, and nothing else changes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class History:
             self._shorten()
 
     def add(self, line: str) -> bool:
-        """Whether it was worth keeping: not blank, not the line before, not a whole document."""
+        """Add a line unless it is blank, too long or a repeat; return whether it was added."""
         if not line.strip() or [line] == self.lines[-1:] or len(line) > MAX_LINE:
             return False
         self.lines.append(line)
@@ -99,7 +99,7 @@ class History:
         return True
 
     def _read(self) -> list[str]:
-        """JSON, since a pasted line may have several lines; what is not is left out."""
+        """Read JSON strings, since pasted text may contain line breaks; skip anything else."""
         found = []
         with _forgiving():
             for each in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -108,7 +108,7 @@ class History:
         return [line for line in found if isinstance(line, str)]
 
     def _shorten(self) -> None:
-        """Whole or not at all."""
+        """Replace the file atomically."""
         with _forgiving():
             number, name = tempfile.mkstemp(prefix=HISTORY, dir=self.path.parent)  # mode 0600
             with os.fdopen(number, "w", encoding="ascii") as file:
@@ -123,11 +123,11 @@ def _forgiving() -> Iterator[None]:
     except FileNotFoundError:
         return
     except OSError as error:
-        log.info("the history of chats cannot be kept: %s", error)
+        log.info("the chat history cannot be saved: %s", error)
 
 
 def _load_readline() -> ModuleType | None:
-    """Once it is imported, `input` uses it; not every Python has it."""
+    """Import readline, which makes `input` use it; not every Python has it."""
     try:
         import readline
     except ImportError:

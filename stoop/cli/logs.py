@@ -1,4 +1,4 @@
-"""Log lines on standard error, but not in the middle of an answer that is being printed."""
+"""Logging to standard error that does not interrupt a streamed answer."""
 
 import logging
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class HoldingHandler(logging.StreamHandler):
-    """Keeps records back while an answer streams."""
+    """A log handler that holds records back while an answer is streamed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ def set_up_logging(level: str) -> None:
 
 @contextmanager
 def logs_held() -> Iterator[None]:
-    """Until the end of the block, which prints an answer piece by piece."""
+    """Hold log records back until the end of the block, which streams an answer."""
     handlers = [each for each in logging.getLogger().handlers if isinstance(each, HoldingHandler)]
     for handler in handlers:
         handler.held = []

@@ -62,20 +62,20 @@ def _root(
 
 
 def main() -> None:
-    """Run a command; an error that the user can mend is one sentence, not a traceback."""
+    """Run a command; an error that the user can fix is one sentence, not a traceback."""
     with standard_streams():
         code = _run(sys.argv[1:])
     raise SystemExit(code)
 
 
 def _run(args: list[str]) -> int:
-    """The exit code: 0, 1 if a check failed, 2 for an error, or that of a signal."""
+    """Return the exit code: 0, 1 if a check failed, 2 for an error, or that of a signal."""
     try:
-        sys.stdout.write("")  # refuses a closed one before anything is loaded
+        sys.stdout.write("")  # fails early if standard output is closed
         code = _invoke(args)
-        sys.stdout.flush()  # at the interpreter's exit it is too late to report a full disk
+        sys.stdout.flush()  # a full disk must be reported before the interpreter exits
         return code
-    except (KeyboardInterrupt, typer.Abort):  # the latter: at a question
+    except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C at a question
         print(file=sys.stderr)
         code = 130
     except ReaderGone:
@@ -92,7 +92,7 @@ def _run(args: list[str]) -> int:
 
 
 def _invoke(args: list[str]) -> int:
-    """As typer does, but with errors left as they are."""
+    """Run the command like typer, but let errors through."""
     command: Any = typer.main.get_command(app)
     try:
         with command.make_context("stoop", args) as context:

@@ -1,4 +1,4 @@
-"""Flags that several commands share, made from the option groups that define them."""
+"""Flags shared by several commands, generated from the option dataclasses."""
 
 import dataclasses
 import inspect
@@ -26,21 +26,21 @@ SAMPLING_HELP = {
     "n": "number of answers per prompt",
     "temperature": "sampling temperature; 0 is greedy",
     "top_p": "sample from the smallest set of tokens whose probabilities add up to this",
-    "top_k": "sample from this many most likely tokens; 0 means all",
+    "top_k": "sample from the k most likely tokens; 0 means all",
     "min_p": "drop tokens less likely than this fraction of the most likely one",
-    "repetition_penalty": "above 1 penalizes tokens of the prompt and the answer so far",
-    "presence_penalty": "above 0 penalizes tokens of the answer so far",
-    "frequency_penalty": "above 0 penalizes tokens of the answer so far by how often they occur",
-    "logit_bias": 'JSON object of token ids and biases, such as {"42": -100}',
+    "repetition_penalty": "above 1 penalizes tokens that occur in the prompt or the answer",
+    "presence_penalty": "above 0 penalizes tokens that occur in the answer",
+    "frequency_penalty": "above 0 penalizes tokens by how often they occur in the answer",
+    "logit_bias": 'JSON object that maps token ids to biases, such as {"42": -100}',
     "seed": "random seed; the same seed gives the same answer",
-    "stop": "stop when this text has been generated; may be repeated",
+    "stop": "stop when this text is generated; may be repeated",
     "stop_token_ids": "stop at this token id; may be repeated",
     "bad_words": "never generate this text; may be repeated",
     "include_stop_str_in_output": "keep the stop text in the answer",
     "ignore_eos": "keep generating after the end-of-text token",
     "max_tokens": "maximum length of an answer, in tokens",
-    "min_tokens": "do not stop before this many tokens",
-    "logprobs": "log probabilities of each token and of this many top tokens; needs --json",
+    "min_tokens": "minimum length of an answer, in tokens",
+    "logprobs": "print log probabilities of each token and this many top tokens; needs --json",
     "skip_special_tokens": "leave special tokens out of the text",
     "num_speculative_tokens": "draft tokens per step, at most what -sc sets; 0 means none",
 }
@@ -69,12 +69,15 @@ def engine_help(name: str) -> str:
 
 
 def check_engine(model: str, engine: dict[str, Any]) -> None:
-    """Refuse wrong engine options before torch is imported, which takes seconds."""
+    """Refuse invalid engine options before torch is imported, which takes seconds."""
     check_options(make_options(model, engine))
 
 
-def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:
-    """Add a flag for every sampling option; the command gets them as `sampling`."""
+def sampling_flags(hidden: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
+    """Add a flag for every sampling option; the command gets them as `sampling`.
+
+    hidden: options left out of `--help` since the command refuses them
+    """
     fields = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
     hints = typing.get_type_hints(SamplingParams)
     parameters = []
@@ -84,7 +87,8 @@ def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:
             kind, default = list[int] if name == "stop_token_ids" else list[str], []
         elif name == "logit_bias":
             kind = str | None
-        parameters.append(_parameter("sampling", name, kind, default, text))
+        flag = _parameter("sampling", name, kind, default, text, hidden=name in hidden)
+        parameters.append(flag)
     return lambda command: _gather(command, "sampling", parameters, _sampling_params)
 
 
@@ -104,24 +108,27 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
 
 
 def _flag_type(hint: Any) -> Any:
-    """The type of a flag. A union, other than with None, is read as text."""
+    """Return the type of a flag. A union, other than with None, is read as text."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
         return (kinds[0] if len(kinds) == 1 else str) | None
     return hint
 
 
-# Both groups have a seed; users mean that of an answer.
+# Both groups have a seed; --seed is the request's.
 _OTHER_FLAGS = {("engine", "seed"): "--engine-seed", ("sampling", "n"): "-n"}
 _SHORT_FLAGS = {("engine", "speculative_config"): "-sc"}
 
 
-def _parameter(bundle: str, name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
-    """A flag of a bundle, whose name keeps the parameters of two bundles apart."""
+def _parameter(
+    bundle: str, name: str, kind: Any, default: Any, text: str, hidden: bool = False
+) -> inspect.Parameter:
+    """Make a flag whose parameter name starts with its bundle, so that bundles do not clash."""
     names = [_OTHER_FLAGS.get((bundle, name), flag_name(name))]
     if (bundle, name) in _SHORT_FLAGS:
         names.insert(0, _SHORT_FLAGS[bundle, name])
-    made = make_flag(name, kind, default, text, panel=f"{bundle} options", names=names)
+    panel = f"{bundle} options"
+    made = make_flag(name, kind, default, text, panel=panel, names=names, hidden=hidden)
     return made.replace(name=f"{bundle}_{name}")
 
 
@@ -131,7 +138,7 @@ def _gather(
     parameters: list[inspect.Parameter],
     make: Callable[[dict[str, Any]], Any],
 ) -> Command:
-    """Show `parameters` instead of `bundle`, which the command gets in one piece."""
+    """Show `parameters` as flags and pass them to the command as one argument, `bundle`."""
 
     def call(**values: Any) -> None:
         prefix = len(bundle) + 1
@@ -141,20 +148,27 @@ def _gather(
     return show_flags(command, call, (bundle,), parameters)
 
 
-# ---- flags out of option groups, for any command ----
+# ---- flags from option dataclasses, for any command ----
 
 
 def flag_name(name: str) -> str:
-    """The flag of a field."""
+    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def make_flag(
-    name: str, kind: Any, default: Any, text: str, *, panel: str, names: Sequence[str] = ()
+    name: str,
+    kind: Any,
+    default: Any,
+    text: str,
+    *,
+    panel: str,
+    names: Sequence[str] = (),
+    hidden: bool = False,
 ) -> inspect.Parameter:
-    """A parameter that typer shows as a flag. names: other than the field's own, the long one last
+    """Make a parameter that typer shows as a flag; a boolean also gets a flag that turns it off.
 
-    A switch gets a second flag that turns it off.
+    names: flags to use instead of the field's own, the long one last
     """
     *short, flag = names or (flag_name(name),)
     option = typer.Option(
@@ -163,6 +177,7 @@ def make_flag(
         help=text,
         rich_help_panel=panel,
         show_default=default not in ([], None),
+        hidden=hidden,
     )
     return inspect.Parameter(
         name,

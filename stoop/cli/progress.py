@@ -1,4 +1,4 @@
-"""Progress of slow parts on a terminal; plain lines where there is none."""
+"""Progress bars on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ from rich.progress import (
 
 
 class StageProgress:
-    """Shows `report(stage, done, total)` calls: one bar a stage, or one line a stage."""
+    """Shows `report(stage, done, total)` calls as one bar or one line per stage."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)

@@ -7,12 +7,12 @@ from stoop.cli.streams import as_text
 from stoop.config.errors import RequestError
 
 SAY_AFTER = 2.0  # seconds without any input
-GIVE_UP_AFTER = 60.0  # a program that writes to us may have to load a model first
+GIVE_UP_AFTER = 60.0  # the program that writes to the pipe may load a model first
 HOW = 'add --prompt "your text", or pipe it in'
 
 
 def read_prompts(given: list[str]) -> list[str]:
-    """`-` stands for standard input; without any prompt it is read if it is not a terminal."""
+    """Replace `-` by standard input; without any prompt, read it unless it is a terminal."""
     if given.count("-") > 1:
         raise RequestError("--prompt - is given twice, and standard input can be read only once")
     prompts = [
@@ -29,15 +29,15 @@ def read_prompts(given: list[str]) -> list[str]:
 
 
 def _read_input() -> str:
-    """All of it. The end of its last line is not part of the prompt."""
+    """Read all of standard input, without the final line break."""
     return as_text(sys.stdin.read(), "standard input").removesuffix("\n")
 
 
 def _read_piped() -> str:
-    """What is piped in though it was not asked for.
+    """Read piped input that no `--prompt -` asked for.
 
-    Schedulers and build machines start programs with an input that never gets any data nor ends: it
-    is not waited for without end.
+    Job schedulers and CI start programs with a standard input that stays open without data, so
+    this waits only for a limited time.
     """
     if sys.stdin.isatty():
         raise RequestError(f"there is no prompt: {HOW}")
@@ -46,7 +46,7 @@ def _read_piped() -> str:
         if not _has_input(GIVE_UP_AFTER - SAY_AFTER):
             raise RequestError(
                 f"there is no prompt: nothing came on standard input in {GIVE_UP_AFTER:.0f} s; add "
-                '--prompt "your text", or --prompt - to wait for as long as it takes'
+                '--prompt "your text", or --prompt - to wait without a limit'
             )
     text = _read_input()
     if not text:
@@ -55,8 +55,8 @@ def _read_piped() -> str:
 
 
 def _has_input(timeout: float) -> bool:
-    """Whether there is something to read, or its end, within so many seconds."""
+    """Return whether data or end of input arrives within `timeout` seconds."""
     try:
         return bool(select.select([sys.stdin], [], [], timeout)[0])
-    except (OSError, ValueError):  # not a file, or a system that waits for sockets only
+    except (OSError, ValueError):  # not a file, or a system that can only select sockets
         return True

@@ -1,4 +1,4 @@
-"""`stoop pull`: fetch a model once, so that later starts are quick."""
+"""`stoop pull`: download a model ahead of its first use."""
 
 import signal
 from types import FrameType
@@ -18,17 +18,17 @@ def pull(
         ),
     ] = DEFAULT_MODEL,
 ) -> None:
-    """Fetch a model, so that later starts need no network.
+    """Download a model, so that later starts need no network.
 
     smollm2-135m goes into stoop's cache (STOOP_CACHE, or ~/.cache/stoop).
 
-    Models of the hub go into the hub's cache (HF_HOME). 'stoop models' lists both.
+    Models from the Hugging Face hub go into the hub's cache (HF_HOME). 'stoop models' lists both.
     """
-    # Without the families no GGUF file can be converted.
+    # Converting a GGUF file needs the registered model families.
     import stoop.models.registry  # noqa: F401
     from stoop.checkpoint.fetch import pull as fetch
 
-    # Python does not clean up when one of these ends it, which would leave half a download.
+    # By default these signals end Python without cleanup, which would leave half a download.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     with StageProgress() as report:

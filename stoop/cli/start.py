@@ -1,4 +1,4 @@
-"""Starting an engine from the command line, with its progress shown."""
+"""Starting an engine from the command line, with progress."""
 
 import logging
 import sys
@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
+    """Start an engine and print its size and drafter to standard error."""
     with StageProgress() as report:
         report("starting", 0, None)
         from stoop.llm import LLM
@@ -49,7 +50,7 @@ def _drafter(spec: "SpecConfig") -> str:
 
 
 def _details(spec: "SpecConfig") -> str:
-    """For those who want to know how drafts are picked, and what a head reads of the target."""
+    """Describe for the log how drafts are sampled and what a head reads from the target."""
     parts = [f"draft_sample_method {spec.draft_sample_method}"]
     if spec.head is not None:
         parts.append(f"a vocabulary of {spec.head.vocab_size:,} tokens")

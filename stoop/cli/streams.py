@@ -1,4 +1,4 @@
-"""Standard streams as they come: closed, full, or in an encoding that lacks characters."""
+"""Standard streams that may be closed, full, or in an encoding that lacks characters."""
 
 import codecs
 import json
@@ -16,11 +16,11 @@ class OutputError(StoopError):
 
 
 class ReaderGone(Exception):
-    """The program that read standard output has ended, as `head` does: not an error of ours."""
+    """The program reading standard output has ended, as `head` does; this is not an error."""
 
 
 class CheckedOutput:
-    """Standard output, with errors that say so."""
+    """Standard output, with errors that name it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -38,7 +38,7 @@ class CheckedOutput:
 
 
 class LenientOutput(CheckedOutput):
-    """Standard error: a status line that cannot be shown must not cost the answer."""
+    """Standard error; a status line that cannot be written must not lose the answer."""
 
     def write(self, text: str) -> int:
         try:
@@ -59,10 +59,10 @@ def standard_streams() -> Iterator[None]:
     """Make the standard streams safe to use while a command runs."""
     before = sys.stdin, sys.stdout, sys.stderr
     checked = _ClosedOutput if sys.stdout is None else CheckedOutput
-    # In this order: each gets the lowest number that is free, which is its own.
+    # In this order, since each opens the lowest free file descriptor, which is its own.
     stdin = sys.stdin or _null("r")
     stdout = sys.stdout or _null("w")
-    # Python would print to standard output what is meant for a standard error of None.
+    # If standard error were None, Python would print to standard output instead.
     stderr = sys.stderr or _null("w")
     _escape_what_cannot_be_shown(stdout, stderr)
     _keep_what_cannot_be_decoded(stdin)
@@ -77,7 +77,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def settle_output() -> None:
-    """Write what standard output still holds, or drop it: the interpreter's exit must not fail."""
+    """Flush standard output or discard its buffer, so that the interpreter's exit cannot fail."""
     try:
         sys.stdout.flush()
     except (OutputError, ReaderGone):
@@ -113,7 +113,10 @@ def _escape_what_cannot_be_shown(*streams: Any) -> None:
 
 
 def _keep_what_cannot_be_decoded(stdin: Any) -> None:
-    """For `as_text` to refuse it with a sentence. An ASCII terminal may well send UTF-8."""
+    """Let undecodable input reach `as_text`, which refuses it with a message.
+
+    An ASCII terminal may still send UTF-8.
+    """
     if hasattr(stdin, "reconfigure"):
         ascii_only = _canonical(stdin.encoding) == "ascii"
         stdin.reconfigure(
@@ -122,13 +125,13 @@ def _keep_what_cannot_be_decoded(stdin: Any) -> None:
 
 
 def _discard(stream: Any) -> None:
-    """Send what is left in the stream's buffer, and all that follows, to the null device."""
+    """Redirect the stream to the null device, including what its buffer holds."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
         stream.flush()
-    except (OSError, ValueError):  # there is no file behind it
+    except (OSError, ValueError):  # the stream has no file descriptor
         return
 
 
@@ -136,10 +139,10 @@ def _discard(stream: Any) -> None:
 
 
 def as_text(text: str, source: str) -> str:
-    """Text that came as bytes; refused if it is not UTF-8. source: where it came from
+    """Decode text that came as bytes, or refuse it if it is not UTF-8. source: its origin
 
-    Python keeps bytes that it cannot decode as lone surrogates. In an ASCII locale it cannot decode
-    any beyond ASCII, though those of an argument may well be UTF-8.
+    Python keeps bytes that it cannot decode as lone surrogates. In an ASCII locale these are all
+    bytes beyond ASCII, even if an argument is valid UTF-8.
     """
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return text
@@ -150,13 +153,13 @@ def as_text(text: str, source: str) -> str:
 
 
 def json_line(record: Any) -> str:
-    """JSON that standard output can hold: characters beyond ASCII are escaped if it lacks some."""
+    """Format JSON, with non-ASCII characters escaped unless standard output can encode all."""
     shows_all = _canonical(sys.stdout.encoding).startswith("utf")
     return json.dumps(record, ensure_ascii=not shows_all)
 
 
 def _canonical(encoding: str | None) -> str:
-    """One name for each encoding, such as utf-8 or ascii."""
+    """Return an encoding's canonical name, such as utf-8 or ascii."""
     try:
         return codecs.lookup(encoding or "ascii").name
     except LookupError:

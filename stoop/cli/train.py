@@ -1,4 +1,4 @@
-"""`stoop train-draft`: an EAGLE-3 head for any target, from prompts to a folder to serve."""
+"""`stoop train-draft`: train and export an EAGLE-3 draft head."""
 
 import dataclasses
 import inspect
@@ -17,12 +17,27 @@ from stoop.train.settings import DataSettings, HeadSettings, Settings, TrainSett
 if TYPE_CHECKING:
     from stoop.train.job import Job
 
+PromptFiles = Annotated[
+    list[Path],
+    typer.Option(
+        help="prompts for the target to answer: a .jsonl file with a prompt, text, instruction, "
+        "turns or messages field, or a text file with one prompt per line; may be repeated"
+    ),
+]
+FreshData = Annotated[
+    bool,
+    typer.Option(
+        "--fresh-data",
+        help="delete the data and the checkpoint in --out and start over; without this flag, "
+        "options that do not match the existing data are refused",
+    ),
+]
 STAGES = ("data", "train", "export")
 GROUPS = {"data": DataSettings, "head": HeadSettings, "train": TrainSettings}
 
 
 def _settings_flags(command: Any) -> Any:
-    """Add a flag for every setting; the command gets them in groups, and which were given."""
+    """Add a flag for every setting; the command gets the groups and the names of given flags."""
     flags, panels = [], {}
     for panel, group in GROUPS.items():
         hints = typing.get_type_hints(group)
@@ -47,49 +62,45 @@ def _settings_flags(command: Any) -> Any:
 @_settings_flags
 def train_draft(
     target: Model,
-    out: Annotated[Path, typer.Option(help="folder for data, checkpoints and the head")],
-    prompts: Annotated[
-        list[Path],
-        typer.Option(
-            help="prompts to answer: .jsonl with prompt, text, instruction, turns or messages, or "
-            "a text file with one a line; may be repeated"
-        ),
-    ] = [],  # noqa: B006
-    stage: Annotated[str, typer.Option(help="all, or one of data, train, export")] = "all",
+    out: Annotated[Path, typer.Option(help="folder for data, checkpoints and the trained head")],
+    prompts: PromptFiles = [],  # noqa: B006
+    stage: Annotated[str, typer.Option(help="stage to run: all, data, train or export")] = "all",
     time_budget: Annotated[
         float | None,
-        typer.Option(help="seconds for each stage; it stops cleanly, and continues when run again"),
+        typer.Option(
+            help="time limit per stage, in seconds; run the same command again to continue"
+        ),
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="train from the start, not from the checkpoint in --out"),
+        typer.Option("--fresh", help="ignore the checkpoint in --out and train from the start"),
     ] = False,
-    fresh_data: Annotated[
-        bool,
-        typer.Option(
-            "--fresh-data",
-            help="discard the data in --out and the checkpoint trained on it, and make both again; "
-            "without it, options that would have made other data are refused",
-        ),
-    ] = False,
-    layout: Annotated[str, typer.Option(help="of the head: eagle, speculators or both")] = "both",
+    fresh_data: FreshData = False,
+    layout: Annotated[
+        str, typer.Option(help="format of the exported head: eagle, speculators or both")
+    ] = "both",
     export_dtype: Annotated[
-        str, typer.Option(help="of the exported weights: bfloat16, float32 or float64")
+        str, typer.Option(help="dtype of the exported weights: bfloat16, float32 or float64")
     ] = "bfloat16",
     seed: Annotated[
         int, typer.Option(help="random seed for sampling, data order and initial weights")
     ] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 on a GPU, else the target's), bfloat16, float32 ...")
+        str,
+        typer.Option(
+            help="dtype to compute in: auto (bfloat16 on a GPU, else the target's), bfloat16, "
+            "float32 or float64"
+        ),
     ] = "auto",
     groups: dict[str, Any] = {},  # noqa: B006
     given: frozenset[str] = frozenset(),
 ) -> None:
-    """Train an EAGLE-3 draft head: answer prompts, learn to predict the answers, export.
+    """Train an EAGLE-3 draft head for a target model and export it.
 
-    Each stage keeps what it has in --out; the same command, run again, continues from there. That
-    also holds after Ctrl-C.
+    Three stages: data (the target answers prompts), train (a head learns to predict the answers)
+    and export. Each stage keeps its results in --out. To continue a stopped run, even after
+    Ctrl-C, run the same command again.
     """
     _check_choices(stage, layout, export_dtype, fresh_data)
     settings = Settings(**groups, seed=seed, device=device, dtype=dtype, time_budget=time_budget)
@@ -127,7 +138,7 @@ def _make_job(
 
 
 def _run(job: "Job", prompts: list[Path], stage: str, layout: str, export_dtype: str) -> list[Path]:
-    """The folders that were written."""
+    """Run the chosen stages and return the exported folders."""
     from stoop.train.origin import check_given
     from stoop.train.stages import run_export, run_train
     from stoop.train.workers import run_data

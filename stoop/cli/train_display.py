@@ -1,4 +1,4 @@
-"""What `stoop train-draft` shows: lines, and below them a bar where there is a terminal."""
+"""What `stoop train-draft` prints: lines and, on a terminal, a progress bar below them."""
 
 import sys
 import time
@@ -10,12 +10,13 @@ from rich.progress import Progress as Bars
 
 from stoop.train.progress import Progress
 
-# Seconds without a line, after which progress is one where there is no bar; longer in a long run.
+# Without a terminal, progress is printed after this many seconds without a line; the interval
+# grows with the run.
 QUIET_LEAST, QUIET_MOST, QUIET_SHARE = 10.0, 60.0, 0.1
 
 
 class Display:
-    """`say` is for lines that stay, `show` for progress, which the next call replaces."""
+    """`say` prints lines that stay; `show` displays progress that the next call replaces."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)

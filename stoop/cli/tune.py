@@ -1,4 +1,4 @@
-"""`stoop tune`: which GEMM serves small batches fastest on this GPU?"""
+"""`stoop tune`: find the fastest GEMM for small batches on this GPU."""
 
 import json
 import sys
@@ -26,11 +26,11 @@ def tune(
     ] = "1,4,8,16,32,64,128",
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Measure which kernel is fastest for each matrix product of a model, cuBLAS or one of stoop's.
+    """Find the fastest kernel for each GEMM of a model at small batches: cuBLAS or stoop's own.
 
-    Covers the products of the drafter (-sc) too. Results are kept in the cache folder
-    (STOOP_CACHE): engines that start later on this GPU use them, and known ones are not measured
-    again. The last line is JSON.
+    Includes the GEMMs of the drafter (-sc). Results go to the cache folder (STOOP_CACHE), where
+    later engines on this GPU find them; known results are not measured again. The last line is
+    JSON.
     """
     from stoop.ops.kernels.linear_choice import MAX_TOKENS
     from stoop.worker.device import find_device

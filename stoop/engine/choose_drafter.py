@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
-from stoop.checkpoint.report import Report
 from stoop.checkpoint.shipped import acceptance_lengths, shipped_head
 from stoop.config.schema import EngineOptions, ModelSpec, SpecConfig
 from stoop.config.speculation import (
@@ -20,6 +19,7 @@ from stoop.config.speculation import (
     parse_speculation,
     settle_speculation,
 )
+from stoop.core.report import Report
 from stoop.engine.draft_costs import CostStore, DraftCosts
 from stoop.models.head_config import read_head_spec
 from stoop.models.head_source import proposed_drafts

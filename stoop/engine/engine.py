@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
-from stoop.checkpoint.report import Report
 from stoop.config.check import check_options
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import resolve
@@ -16,6 +15,7 @@ from stoop.config.schema import Config, EngineOptions
 from stoop.config.speculation import asks_for_auto
 from stoop.core.outputs import RequestOutput
 from stoop.core.prompts import Prompt
+from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
 from stoop.engine import draft_trial
 from stoop.engine.choose_drafter import DrafterChoice, choose_drafter

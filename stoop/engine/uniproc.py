@@ -1,7 +1,7 @@
 """An executor with one model runner, in the process of the engine core."""
 
-from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
+from stoop.core.report import Report
 from stoop.core.step import StepPlan
 from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner

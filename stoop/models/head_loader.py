@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from stoop.checkpoint.report import Report
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import DeviceConfig, HeadSpec, ModelSpec
+from stoop.core.report import Report
 from stoop.models.base import DraftModel, Model
 from stoop.models.decoder import DecoderSpec
 from stoop.models.eagle import EagleHead, EagleSpec

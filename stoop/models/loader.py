@@ -10,10 +10,10 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
-from stoop.checkpoint.report import Report
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import Config, DeviceConfig, ModelSpec
+from stoop.core.report import Report
 from stoop.layers.weights import WeightSlot, store_matrices_as
 from stoop.models.base import Model, Module
 from stoop.models.registry import find_family

@@ -1,4 +1,4 @@
-"""What the engine will accept, foreseen from how many drafts of each slot were right in a row."""
+"""Predicts the engine's acceptance from how many consecutive drafts of each anchor are right."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from stoop.core.outputs import SpecCounts
 
 
 def walk(accepted: np.ndarray, prompt_len: int, num_drafts: int, counts: SpecCounts) -> None:
-    """Take the steps that the engine would take through one greedy document, and count them.
+    """Simulate the engine's steps through one greedy document and add them to `counts`.
 
-    Unlike the mean over all slots this is what the engine measures: it drafts most often where
-    drafts fail, since right ones are passed over.
-    accepted: [tokens], drafts of each slot that were right in a row
+    Unlike the mean over all anchors, this matches what the engine measures: it skips the tokens
+    that accepted drafts cover, so it drafts more often where drafts fail.
+    accepted: [tokens], consecutive right drafts from each anchor
     """
     length = len(accepted)
     known = prompt_len + 1

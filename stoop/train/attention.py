@@ -1,9 +1,9 @@
 """Attention over packs, without a cache.
 
-The target attends to its document up to itself. So does the head in its first pass; in later ones
-each slot stands where a draft decode would, and sees what that would see: keys that true features
-made, up to the slot it started from, and those of its own drafts since. On a GPU flash attention
-serves the first part, and the few own keys are joined to it.
+The target uses causal attention within each document, and so does the head in its first pass. In
+later passes each anchor continues its own chain of drafts, and attends to what a draft decode step
+would: the keys of true features up to the anchor, and the keys of the chain's own drafts. On a GPU,
+FlashAttention computes the first part, and the few keys of the chain are merged into its result.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from stoop.train.packing import Layout
 
 
 class PackedContext:
-    """For the target: nothing is kept."""
+    """The forward context of the target: causal attention within documents; nothing is kept."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -31,7 +31,7 @@ class PackedContext:
 
 
 class UnrolledContext:
-    """For the passes of a head, one after the other: keys and values of all are kept."""
+    """The forward context of a head's passes, which keeps the keys and values of all passes."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -56,7 +56,7 @@ def _attention(layer: StatefulLayer) -> Attention:
 
 
 def attend(layout: Layout, shape: AttentionShape, q: Tensor, *kv: Tensor) -> Tensor:
-    """Of pass 0 the keys of the document up to each slot; of later passes the slot's own alone.
+    """Attend to pass 0's keys of the document up to each anchor, and to later passes' own keys.
 
     q: [tokens, heads, head_dim]; kv: k, v of each pass, [tokens, kv_heads, head_dim]
     """
@@ -65,8 +65,11 @@ def attend(layout: Layout, shape: AttentionShape, q: Tensor, *kv: Tensor) -> Ten
 
 
 class _ChainAttention(torch.autograd.Function):
-    """The softmax over both parts is one; so its backward pass takes each part's gradient from the
-    joint output and the joint log of the sum of weights, as if the part had been all."""
+    """Attention with one softmax over the document's keys and the chain's own keys.
+
+    The backward pass computes each part's gradient from the joint output and the joint logsumexp,
+    as if the part were the whole.
+    """
 
     @staticmethod
     def forward(
@@ -100,20 +103,20 @@ class _ChainAttention(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """[tokens, heads, n] by the key head that heads share: [tokens, kv_heads, group, n]"""
+    """Group heads by their KV head: [tokens, heads, n] to [tokens, kv_heads, group, n]."""
     x = x if x.dtype == torch.float64 else x.float()
     return x.unflatten(1, (k.shape[1], -1))
 
 
 def _scores(gq: Tensor, k: Tensor, scale: float) -> Tensor:
-    """[tokens, kv_heads, group]: of each slot's query on its own key."""
+    """Return each anchor's score of its own key: [tokens, kv_heads, group]."""
     return scale * (gq * k[:, :, None]).sum(-1)
 
 
 def _join(
     q: Tensor, out: Tensor, lse: Tensor, chain: list[Tensor], shape: AttentionShape
 ) -> tuple[Tensor, Tensor]:
-    """Outputs over the document and the log of the sum of their weights, with own keys added."""
+    """Merge the chain's own keys and values into the document's outputs and logsumexp."""
     keys, values = chain[::2], chain[1::2]
     gq = _grouped(q, keys[0])
     scores = [_scores(gq, k, shape.scale).flatten(1) for k in keys]  # [tokens, heads] each
@@ -124,7 +127,7 @@ def _join(
     return joined.flatten(1, 2).to(q.dtype), total
 
 
-# ---- the document up to each slot ----
+# ---- causal attention within documents ----
 
 
 def _flash(q: Tensor) -> bool:
@@ -141,7 +144,7 @@ def _flash_window(shape: AttentionShape) -> dict[str, int]:
 def _context(
     layout: Layout, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs in the shape of q, and [tokens, heads], the log of the sum of weights."""
+    """Return outputs in the shape of q, and the logsumexp of the scores, [tokens, heads]."""
     if _flash(q):
         starts, longest = layout.starts, layout.longest
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -150,7 +153,7 @@ def _context(
             scale=shape.scale,
             **_flash_window(shape),
         )
-        return out, lse.t()  # [heads, tokens] as it comes
+        return out, lse.t()  # from [heads, tokens]
     outs, sums = [], []
     for part in layout.slices():
         scores = _masked_scores(shape, q[part], k[part])
@@ -171,10 +174,10 @@ def _context_grads(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, where `out` and `lse` are those of the whole softmax."""
+    """Return the gradients of q, k and v. out, lse: those of the whole softmax"""
     if _flash(q):
         starts, longest = layout.starts, layout.longest
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # nothing is dropped
+        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *(grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out),
             *(lse.t().contiguous(), starts, starts, longest, longest, 0.0, shape.window is None),
@@ -205,12 +208,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values for every query head: [tokens, heads, head_dim]"""
+    """Repeat keys or values for every query head: [tokens, heads, head_dim]."""
     return _wide(x).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _masked_scores(shape: AttentionShape, q: Tensor, k: Tensor) -> Tensor:
-    """[heads, tokens, tokens] of one document."""
+    """Return the masked attention scores of one document: [heads, tokens, tokens]."""
     scores = shape.scale * torch.einsum("ihd,jhd->hij", _wide(q), _spread(k, q))
     place = torch.arange(q.shape[0], device=q.device)
     distance = place[:, None] - place

@@ -1,4 +1,4 @@
-"""A trained head as a folder to serve, in the layout of EAGLE's authors or of speculators."""
+"""Exports a trained head in the EAGLE authors' layout or in that of speculators."""
 
 import json
 import platform
@@ -22,13 +22,13 @@ from stoop.train.vocabulary import Vocabulary
 from stoop.version import __version__
 
 LAYOUTS = ("eagle", "speculators")
-# What a head shares with its target, named as in the target's own config.
+# Settings that a head copies from its target's config.
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A head that is ready to be written down."""
+    """A trained head and what its export needs."""
 
     spec: EagleSpec
     vocabulary: Vocabulary
@@ -36,10 +36,11 @@ class Trained:
     target: str  # as the user named it
     target_config: dict[str, Any]  # its config.json
     num_layers: int  # of the target
-    num_drafts: int  # proposed to whoever serves it
+    num_drafts: int  # K that the exported config proposes
 
 
 def export(found: Trained, folder: Path, layout: str, dtype: str, card: str) -> None:
+    """Write the head's weights, config and model card to a folder."""
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout}: use {', '.join(LAYOUTS)} or both")
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,13 +51,13 @@ def export(found: Trained, folder: Path, layout: str, dtype: str, card: str) -> 
         config = _eagle_config(found, dtype)
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors leaves it to its owner alone
+    weights.chmod(0o644)  # safetensors makes it readable by its owner only
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "README.md").write_text(card)
 
 
 def _tensors(found: Trained, dtype: str) -> dict[str, Tensor]:
-    """By canonical name, with the fused ones apart again."""
+    """Return the head's tensors by canonical name, with fused weights split."""
     head = build_head(found.spec, DeviceConfig.of("cpu", dtype))
     for name, parameter in trained(head).items():
         parameter.data.copy_(found.masters[name])
@@ -99,7 +100,7 @@ def _flags(spec: EagleSpec) -> dict[str, bool]:
 
 
 def _eagle_config(found: Trained, dtype: str) -> dict[str, Any]:
-    """Taps that are the default are not listed: engines differ in how they count a list."""
+    """Write a config without default taps, since engines count listed taps differently."""
     spec = found.spec
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if spec.taps != default_taps(found.num_layers):
@@ -146,7 +147,7 @@ def model_card(
     steps: int,
     val: dict[str, Any] | None,
 ) -> str:
-    """What it is, how it was made, how it fares."""
+    """Describe the head: what it is, how it was trained, and how well it drafts."""
     spec, vocabulary = found.spec, found.vocabulary
     lines = [
         f"# EAGLE-3 draft head for {found.target}",
@@ -159,18 +160,18 @@ def model_card(
         "",
         f"- stoop {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"- data: {counts['answers']:,} answers of the target ({counts['greedy']:,} greedy), "
-        f"{counts['answer_tokens']:,} answer tokens behind {counts['prompt_tokens']:,} of prompts; "
+        f"{counts['answer_tokens']:,} answer tokens, {counts['prompt_tokens']:,} prompt tokens; "
         f"{counts['loops_dropped']:,} answers dropped as loops",
-        f"- drafts from {len(vocabulary):,} of {vocabulary.target_size:,} tokens, which are "
-        f"{vocabulary.coverage:.2%} of the answers",
+        f"- draft vocabulary: {len(vocabulary):,} of {vocabulary.target_size:,} tokens, which "
+        f"cover {vocabulary.coverage:.2%} of the answers",
         f"- taps {', '.join(map(str, spec.taps))}; {steps:,} steps",
     ]
     if val is not None:
         rates = ", ".join(f"{rate:.1%}" for rate in val["acceptance"])
         lines += [
-            f"- held-out text: drafts 1 to j all right for {rates} of the positions "
+            f"- held-out text: drafts 1 to j are all right at {rates} of the positions "
             f"(j = 1 to {len(val['acceptance'])})",
-            f"- held-out text, step by step as the engine goes: {val['length']:.2f} tokens a step "
+            f"- held-out text, simulating the engine's steps: {val['length']:.2f} tokens per step "
             f"at K = {val['k']}",
         ]
     usage = {

@@ -1,4 +1,4 @@
-"""Files that an interrupt or a crash does not leave half written."""
+"""File writes that an interrupt or a crash cannot leave half done."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """A path to write to: it replaces `path` once the block is done, and is removed if it fails."""
+    """Yield a temporary path that replaces `path` when the block succeeds, else is removed."""
     aside = path.with_name(f"{path.name}.unfinished")
     try:
         yield aside
@@ -26,7 +26,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Of a file with a JSON object per line; a last line without its end was never completed."""
+    """Read a file with a JSON object per line, ignoring an incomplete last line."""
     if not path.exists():
         return []
     *lines, _torn = path.read_text(encoding="utf-8").split("\n")

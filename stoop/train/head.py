@@ -1,4 +1,4 @@
-"""A new head for a target: its specification, and weights to begin with."""
+"""A new head for a target: its spec and its initial weights."""
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ def _taps(asked: str | None, num_layers: int) -> tuple[int, ...]:
         taps = ()
     if not taps or not all(0 <= tap <= num_layers for tap in taps):
         raise ConfigError(
-            f"--taps {asked}: use numbers from 0 to {num_layers}, the target's layers, with commas "
-            "between"
+            f"--taps {asked}: use layer numbers from 0 to {num_layers}, separated by commas"
         )
     return taps
 
@@ -36,17 +35,17 @@ def _taps(asked: str | None, num_layers: int) -> tuple[int, ...]:
 def new_head(
     spec: EagleSpec, target: Model, vocabulary: Vocabulary, max_len: int, seed: int
 ) -> DraftModel:
-    """In the target's dtype, on its device, attached to it and ready to be trained.
+    """Create a trainable head attached to the target, in its dtype and on its device.
 
-    It begins with the target's own last norm and output rows; everything else is random.
-    max_len: positions that it will see
+    The final norm and the output rows start as copies of the target's; the rest is random.
+    max_len: the number of positions it needs
     """
     dtype = str(target.dtype).removeprefix("torch.")
     head = build_head(spec, DeviceConfig.of(str(target.device), dtype))
     generator = torch.Generator().manual_seed(seed)
     for parameter in trained(head).values():
         value = torch.ones(parameter.shape)
-        if parameter.dim() == 2:  # as nn.Linear begins
+        if parameter.dim() == 2:  # the standard deviation of nn.Linear's initial weights
             value = (
                 torch.randn(parameter.shape, generator=generator) / (3 * parameter.shape[1]) ** 0.5
             )
@@ -64,7 +63,7 @@ def new_head(
 
 
 def trained(head: DraftModel) -> dict[str, Tensor]:
-    """All that is the head's own; the target's embedding, which it borrows, is not."""
+    """Return the parameters that belong to the head, without the target's shared embedding."""
     return {
         name: parameter
         for name, parameter in head.named_parameters()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: both raise KeyboardInterrupt, but not in the middle of what must be whole."""
+"""Ctrl-C and SIGTERM raise KeyboardInterrupt, but not inside blocks that must complete."""
 
 import signal
 import threading
@@ -21,12 +21,12 @@ _state = _State()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for either signal, or at the end of `held()` if it came inside."""
-    if not _in_main_thread():  # signals never arrive in another one
+    """Raise KeyboardInterrupt for either signal; inside `held()`, raise it at the block's end."""
+    if not _in_main_thread():  # Python delivers signals to the main thread only
         yield
         return
     _state.pending = False
-    # A job in the background of a script ignores Ctrl-C, and keeps ignoring it.
+    # A background job of a script ignores Ctrl-C and must keep ignoring it.
     caught = [each for each in SIGNALS if signal.getsignal(each) not in (signal.SIG_IGN, None)]
     before = [(each, signal.signal(each, _arrive)) for each in caught]
     try:
@@ -38,7 +38,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
-    """By processes that are started in the block, as long as they do not ask for it."""
+    """Make processes started in the block ignore Ctrl-C, unless they install a handler."""
     if not _in_main_thread():
         yield
         return
@@ -51,7 +51,7 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let the block finish first. Only for short ones: the user waits."""
+    """Delay interrupts until the block ends. Use it for short blocks only: the user waits."""
     if not _in_main_thread():
         yield
         return

@@ -18,14 +18,16 @@ COMMANDS = "commands.txt"
 
 @dataclass(frozen=True)
 class Job:
+    """One `train-draft` command: what to train, where, and how to report."""
+
     target: str
     out: Path
     settings: Settings
     say: Say
     show: Show = show_nothing
-    given: frozenset[str] = frozenset()  # settings that the command names, by name
-    fresh: bool = False  # train from the start
-    fresh_data: bool = False  # make data from the start
+    given: frozenset[str] = frozenset()  # names of the settings given on the command line
+    fresh: bool = False  # ignore the checkpoint
+    fresh_data: bool = False  # discard the data
     command: tuple[str, ...] = ()
 
     @property
@@ -41,7 +43,7 @@ class Job:
         return self.out / "train"
 
     def again(self, saved: bool = False) -> str:
-        """How to continue: not with a flag that discards what was made. saved: trained steps"""
+        """Tell the user how to continue without discarding results. saved: steps were saved"""
         how = "again"
         if self.fresh_data:
             how = "without --fresh-data"
@@ -50,7 +52,7 @@ class Job:
         return f"run the same command {how} to continue"
 
     def note_command(self) -> None:
-        """Keep the command for the model card, once."""
+        """Record the command for the model card, unless it is already there."""
         line = shlex.join(self.command).replace("\n", " ")
         if line and line not in self.commands():
             self.out.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ class Job:
         return path.read_text().splitlines() if path.exists() else []
 
     def config(self) -> Config:
-        """Of the target as it is trained against and served; no engine is made."""
+        """Resolve the target's config for data and training, without starting an engine."""
         settings = self.settings
         device = find_device(settings.device)
         folder = resolve_model(self.target)
@@ -74,7 +76,7 @@ class Job:
         if dtype == "auto" and device != "cpu":
             dtype = "bfloat16"
         if dtype == "float16" or (dtype == "auto" and spec.dtype == "float16"):
-            raise ConfigError("gradients do not fit into float16: give --dtype bfloat16 or float32")
+            raise ConfigError("gradients overflow in float16: give --dtype bfloat16 or float32")
         options = make_options(
             self.target,
             {

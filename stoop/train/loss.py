@@ -1,7 +1,7 @@
-"""Soft labels against the head's logits, in chunks: the logits of a pass are never whole in memory.
+"""Soft cross-entropy in chunks, so that the logits of a pass are never in memory as a whole.
 
-The gradient of a cross-entropy is known as soon as its logits are, so that it is made on the way
-forward and the logits are not made twice.
+The gradient of a cross-entropy follows directly from its logits. The forward pass computes it, so
+that the logits are not computed twice.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ CHUNK_VALUES = 2**26  # logits at a time
 def soft_cross_entropy(
     states: Tensor, matrix: Tensor, labels: Tensor, index: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of -sum(p log q), and [rows] int64, the head's own choice.
+    """Return the weighted sum of -sum(p log q), and the head's argmax, [rows] int64.
 
     states: [rows, hidden_size]; matrix: [drafts, hidden_size]; labels: [labels, drafts], p of each
     label; index: [rows] int64, the label of each row; weights: [rows]
@@ -30,6 +30,8 @@ def soft_cross_entropy(
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
+    """The loss, with gradients computed in the forward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,

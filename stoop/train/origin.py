@@ -1,8 +1,8 @@
-"""What data was made with, recorded beside it: a run with options for other data is refused.
+"""Records the options that data was made with, and refuses a run that does not match them.
 
-More prompts and more invented ones only add to the data, and so does a higher --answers where the
-answers that are there stay as they would have been. The device, the number of workers, the batch
-size, memory and the time budget may change from run to run.
+More prompts and a higher --invent only add to the data, and so does a higher --answers as long as
+it leaves the existing answers valid. The device, the number of workers, the batch size, memory and
+the time budget may change from run to run.
 """
 
 import hashlib
@@ -22,20 +22,22 @@ from stoop.train.settings import advise, as_flag
 from stoop.train.shards import INVENTED, all_folders, read_manifest, read_shard, shard_files
 
 OPTIONS, PROMPTS = "options.json", "prompts.npy"
-INVENTING = ("seed", "dtype", "max_len")  # options that decide what is invented
-ANSWERING = ("max_answer", "temperature", "greedy_share", "answers")  # and how it is answered
+INVENTING = ("seed", "dtype", "max_len")  # options that determine invented prompts
+ANSWERING = ("max_answer", "temperature", "greedy_share", "answers")  # and their answers
 WAYS_OUT = "use another --out, or --fresh-data to discard the data and make it again"
-BLOCKS, BLOCK_BYTES = 256, 4096  # of each weights file, that are looked at
+BLOCKS, BLOCK_BYTES = 256, 4096  # sampled from each weights file
 
 
 @dataclass(frozen=True)
 class Origin:
+    """The options and prompts that data was made with."""
+
     options: dict[str, Any]
-    prompts: np.ndarray  # [prompts] uint64, rising: hashes of what was given
+    prompts: np.ndarray  # [prompts] uint64, hashes of the given prompts in ascending order
 
 
 def describe(job: Job, prompt_files: Sequence[Path]) -> Origin:
-    """What this job makes data with."""
+    """Return the origin of the data that this job makes."""
     config, data = job.config(), asdict(job.settings.data)
     conversations = [each for path in prompt_files for each in read_prompts(path)]
     options = {
@@ -63,28 +65,28 @@ def write_origin(root: Path, origin: Origin) -> None:
 
 
 def settle_origin(job: Job, new: Origin) -> None:
-    """Refuse options that would have made other data than is there; record those that fit."""
+    """Refuse options that do not match the existing data; record those that do."""
     root, old = job.data, read_origin(job.data)
     if old is not None:
         _check(root, old, new)
     elif _has_data(root):
         _check_unrecorded(root, new)
         job.say(
-            f"data: {root} does not record the options that made it; those of this command are "
-            "taken for them"
+            f"data: {root} does not record its options; assuming that they are those of this "
+            "command"
         )
     write_origin(root, new)
 
 
 def check_target(job: Job, digest: str) -> None:
-    """Refuse data that says that it is of another target."""
+    """Refuse data that records another target."""
     old = read_origin(job.data)
     if old is not None:
         _check_target(job.data, old.options, job.target, digest)
 
 
 def check_given(job: Job, prompt_files: Sequence[Path]) -> None:
-    """Data options of a command that makes no data: those that it names must fit what is there."""
+    """Refuse given data options that do not match the existing data, if no data is to be made."""
     old = read_origin(job.data)
     if old is None:
         return
@@ -106,7 +108,7 @@ def check_given(job: Job, prompt_files: Sequence[Path]) -> None:
 
 
 def discard_data(job: Job) -> None:
-    """All that a data stage leaves, and the checkpoint trained on it; no other files there."""
+    """Delete the files of a data stage and the checkpoint trained on them, but no other files."""
     had_data = _has_data(job.data)
     patterns = ("shard-*.npz", "manifest.json", INVENTED, OPTIONS, PROMPTS, "*.unfinished")
     found = [path for f in all_folders(job.data) for each in patterns for path in f.glob(each)]
@@ -131,7 +133,7 @@ def _has_answers(root: Path) -> bool:
 def _check(root: Path, old: Origin, new: Origin) -> None:
     if not _has_data(root):
         return
-    # An option that an earlier version did not record is not compared.
+    # Options that an earlier version did not record are not compared.
     was, now, answered = new.options | old.options, new.options, _has_answers(root)
     _check_target(root, was, now["target"], now["target_files"])
     for name in (*INVENTING, *(ANSWERING if answered else ())):
@@ -149,7 +151,7 @@ def _check(root: Path, old: Origin, new: Origin) -> None:
 
 
 def _check_target(root: Path, was: dict[str, Any], target: str, digest: str) -> None:
-    """By its files: a folder may be named in many ways, and change under its name."""
+    """Compare targets by their files: paths may differ for the same target, or its files change."""
     if was["target_files"] == digest:
         return
     if was["target"] == target:
@@ -161,7 +163,7 @@ def _check_target(root: Path, was: dict[str, Any], target: str, digest: str) -> 
 
 
 def _check_unrecorded(root: Path, new: Origin) -> None:
-    """Of data that an earlier version made: as far as it shows."""
+    """Check data of an earlier version, which recorded no options, as far as possible."""
     for folder in all_folders(root):
         known = read_manifest(folder)
         for name in ("target", "seed"):
@@ -183,7 +185,7 @@ def _check_unrecorded(root: Path, new: Origin) -> None:
 
 
 def _only_adds_answers(was: dict[str, Any], now: dict[str, Any]) -> bool:
-    """The first answer to a prompt is greedy with a chance that --answers may change."""
+    """Return whether the new options keep all answers: --answers may change which are greedy."""
     if now["answers"] < was["answers"]:
         return False
     return min(1, was["greedy_share"] * was["answers"]) == min(
@@ -206,7 +208,7 @@ def _names(files: Iterable[Any]) -> str:
 
 
 def hash_prompts(conversations: Iterable[Conversation]) -> np.ndarray:
-    """[distinct prompts] uint64, rising"""
+    """Return the hashes of distinct prompts in ascending order: [prompts] uint64."""
     found = {
         int.from_bytes(hashlib.blake2b(json.dumps(each).encode(), digest_size=8).digest(), "little")
         for each in conversations
@@ -215,7 +217,7 @@ def hash_prompts(conversations: Iterable[Conversation]) -> np.ndarray:
 
 
 def digest_target(folder: Path) -> str:
-    """Of configs and tokenizer as a whole, and of many small parts of the weights."""
+    """Hash the target's configs and tokenizer fully, and its weights by samples."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jinja", ".model", ".safetensors"):

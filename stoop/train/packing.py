@@ -1,12 +1,14 @@
-"""Documents into packs: one step's tokens in a row, positions anew from 0 in each document.
+"""Packs documents: one step's tokens in a row, with positions that restart at 0 in each document.
+
+An anchor is a token from which the head drafts a chain of tokens, one per pass.
 
     document    t0  t1  t2  t3  t4  t5    a prompt of 2 tokens, an answer of 4
-    slot         0   1   2   3   4   5
-    pass 0      t1  t2  t3  t4  t5   -    slot p: feature and position p, token p + 1; drafts p + 2
-    pass 1      t2  t3  t4  t5   -   -    its own output, position p + 1, token p + 2; drafts p + 3
+    anchor       0   1   2   3   4   5
+    pass 0      t1  t2  t3  t4  t5   -    anchor p: feature, position p; token p + 1; drafts p + 2
+    pass 1      t2  t3  t4  t5   -   -    its own output; position p + 1; token p + 2; drafts p + 3
 
-Slots 1 to 3 learn in pass 0, slots 1 and 2 in pass 1: the target itself says t2, as it does when
-serving, so that the first draft is t3, of slot 1; and what follows t5 is not known.
+Anchors 1 to 3 are trained in pass 0, anchors 1 and 2 in pass 1. When serving, the target itself
+produces t2, so the first draft is t3, from anchor 1. The successor of t5 is unknown.
 """
 
 import itertools
@@ -22,7 +24,7 @@ from stoop.train.shards import Corpus
 
 @dataclass(frozen=True)
 class Layout:
-    """Where documents begin, for attention that stays inside them."""
+    """The boundaries of documents, which attention does not cross."""
 
     lengths: tuple[int, ...]
     starts: Tensor  # [documents + 1] int32, on the device
@@ -40,13 +42,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pack:
+    """Documents packed for one training step."""
+
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64, from 0 in each document
     layout: Layout
-    # Of each pass the slots that learn; a pass has no slot that the one before has not.
-    slots: tuple[Tensor, ...]  # [slots of the pass] int64
-    label_places: Tensor  # [labels] int64: tokens behind which some draft is foreseen
-    label_of: Tensor  # [tokens] int64: which of the labels, for those; others 0
+    # The anchors trained in each pass, a subset of those of the pass before.
+    anchors: tuple[Tensor, ...]  # [anchors of the pass] int64
+    label_places: Tensor  # [labels] int64: tokens whose successor is a draft's label
+    label_of: Tensor  # [tokens] int64: the label's index for those tokens, 0 for others
 
     @property
     def num_tokens(self) -> int:
@@ -59,14 +63,14 @@ def make_pack(
     num_passes: int,
     device: torch.device,
 ) -> Pack:
-    """prompt_lens: [documents], where answers begin; what stands before is context, not learnt"""
+    """Pack documents. prompt_lens: [documents], tokens that are context and not trained on"""
     lengths = np.array([len(document) for document in documents])
     positions = np.concatenate([np.arange(length) for length in lengths])
-    behind = np.repeat(lengths, lengths) - 1 - positions  # tokens that follow in the document
-    # The first draft behind a prompt comes from its last token, whose successor is known by then.
-    anchor = positions >= np.repeat(prompt_lens, lengths) - 1
-    slots = [np.flatnonzero(anchor & (behind >= 2 + number)) for number in range(num_passes)]
-    places = np.flatnonzero(np.roll(anchor, 1) & (positions > 0) & (behind >= 1))
+    num_after = np.repeat(lengths, lengths) - 1 - positions  # tokens that follow in the document
+    # The first draft after a prompt comes from its last token, whose successor is known by then.
+    is_anchor = positions >= np.repeat(prompt_lens, lengths) - 1
+    anchors = [np.flatnonzero(is_anchor & (num_after >= 2 + n)) for n in range(num_passes)]
+    places = np.flatnonzero(np.roll(is_anchor, 1) & (positions > 0) & (num_after >= 1))
     label_of = np.zeros(len(positions), dtype=np.int64)
     label_of[places] = np.arange(len(places))
 
@@ -79,7 +83,7 @@ def make_pack(
         layout=Layout(
             tuple(lengths.tolist()), put(np.concatenate(([0], np.cumsum(lengths))), torch.int32)
         ),
-        slots=tuple(put(each) for each in slots),
+        anchors=tuple(put(each) for each in anchors),
         label_places=put(places),
         label_of=put(label_of),
     )
@@ -88,7 +92,7 @@ def make_pack(
 def plan_batches(
     lengths: np.ndarray, batch_tokens: int, seed: int, *, epochs: int, steps: int | None
 ) -> list[np.ndarray]:
-    """Of each step the documents, in an order that is new in each epoch and fixed by the seed.
+    """Return the documents of each step, in an order that the seed and the epoch determine.
 
     `steps` overrides `epochs`. lengths: [documents], none above `batch_tokens`
     """
@@ -102,7 +106,7 @@ def plan_batches(
 
 
 def _fill(order: np.ndarray, lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
-    """Document after document into a batch, until the next one does not fit."""
+    """Split documents into batches, starting a new one when the next document does not fit."""
     ends = []
     room = batch_tokens
     for place, length in enumerate(lengths[order].tolist()):
@@ -115,7 +119,7 @@ def _fill(order: np.ndarray, lengths: np.ndarray, batch_tokens: int) -> list[np.
 
 @dataclass(frozen=True)
 class Packer:
-    """Documents of a corpus into packs, cut to `max_len`."""
+    """Packs documents of a corpus, truncated to `max_len`."""
 
     corpus: Corpus
     max_len: int
@@ -135,6 +139,6 @@ class Packer:
 
 
 def split(corpus: Corpus, val_share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Documents to train on, and those held out: all answers to a prompt stand on one side."""
+    """Split into training and held-out documents; all answers to a prompt go to the same side."""
     held_out = corpus.keys % np.uint64(10_000) < np.uint64(round(10_000 * val_share))
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

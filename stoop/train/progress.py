@@ -1,4 +1,4 @@
-"""How far a stage is, how fast, and how long it will take."""
+"""Progress, speed and remaining time of a stage."""
 
 import time
 from collections.abc import Callable
@@ -7,22 +7,24 @@ from typing import NamedTuple
 
 from stoop.train.settings import Deadline, Say
 
-SHOW_SECONDS = 0.2  # between two looks at the same stage
-FIRST_STEPS = 8  # of the engine, which read prompts and say little about the rest
+SHOW_SECONDS = 0.2  # minimum time between updates of a stage
+FIRST_STEPS = 8  # engine steps before the first estimate; they process prompts
 
 
 @dataclass(frozen=True)
 class Progress:
+    """The state of a stage at one moment."""
+
     stage: str
     done: int
     total: int | None
-    unit: str = ""  # what is counted; nothing for bytes
+    unit: str = ""  # what is counted; empty for bytes
     tokens_per_s: float | None = None
     seconds_left: float | None = None  # an estimate
 
     @property
     def figures(self) -> str:
-        """Such as `120 of 400 answers, 1,250 tokens/s, about 40 s left`."""
+        """Format the progress, such as `120 of 400 answers, 1,250 tokens/s, about 40 s left`."""
         parts = []
         if self.unit and self.total is not None:
             parts.append(f"{self.done:,} of {self.total:,} {self.unit}")
@@ -35,23 +37,23 @@ class Progress:
         return ", ".join(parts)
 
 
-Show = Callable[[Progress | None], None]  # None: nothing is under way
+Show = Callable[[Progress | None], None]  # None: no stage is running
 
 
 def show_nothing(progress: Progress | None) -> None:
-    """For callers that want no progress."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Teller:
-    """Where a stage reports to: lines that stay, and progress that the next one replaces."""
+    """Where a stage reports to: lines that stay, and progress that the next call replaces."""
 
     say: Say
     show: Show = show_nothing
 
 
 def duration(seconds: float) -> str:
-    """Such as `45 s`, `12 min` or `3 h 20 min`."""
+    """Format a duration, such as `45 s`, `12 min` or `3 h 20 min`."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -61,11 +63,11 @@ def duration(seconds: float) -> str:
 
 
 class AnswerPace:
-    """Progress of requests to the engine; of them `total` have to be good.
+    """Progress of engine requests until `total` good answers are found.
 
-    The estimate counts tokens, of unfinished answers too, since a batch may finish all at once.
-    Until answers are known, they are expected to be as long as allowed, and so is the last one:
-    when few are left, a step is as long as before and makes few tokens.
+    The estimate counts tokens, including those of unfinished answers, since a whole batch may
+    finish at once. It starts from the maximum answer length and also assumes it for the last
+    answer: when few requests are left, a step takes as long as before but yields few tokens.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class AnswerPace:
         num_generated: Callable[[], int],
     ) -> None:
         self.start, self.longest, self.deadline, self.show = progress, longest, deadline, show
-        self.num_generated = num_generated  # tokens, ever
+        self.num_generated = num_generated  # tokens since the engine's start
         self.generated_before = num_generated()
         self.num_asked = self.num_finished = self.num_good = self.num_tokens = 0
         self.num_steps = self.newest_ask = 0
@@ -85,7 +87,7 @@ class AnswerPace:
         self._shown = float("-inf")
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         return self.num_asked - self.num_finished
 
     def ask(self) -> None:
@@ -93,13 +95,13 @@ class AnswerPace:
         self.newest_ask = self.num_steps
 
     def add(self, num_tokens: int, good: bool = True) -> None:
-        """One has finished."""
+        """Count a finished answer."""
         self.num_finished += 1
         self.num_good += good
         self.num_tokens += num_tokens
 
     def step(self) -> None:
-        """The engine has made one. Shows where it is, if the last time is long enough ago."""
+        """Count an engine step, and show progress unless the last update is recent."""
         self.num_steps += 1
         now = time.monotonic()
         if now - self._shown >= SHOW_SECONDS:
@@ -107,18 +109,18 @@ class AnswerPace:
             self.show(self.progress(now - self.started))
 
     def progress(self, seconds: float) -> Progress:
-        """After so many seconds."""
+        """Return the progress after `seconds`."""
         generated = self.num_generated() - self.generated_before
         if not generated:
             return self.start
         assert self.start.total is not None
         rate = generated / max(seconds, 1e-9)
-        # One more than there are, of the greatest length and good, so that there is always one.
+        # One extra good answer of maximum length avoids a division by zero.
         mean = (self.num_tokens + self.longest) / (self.num_finished + 1)
         share = (self.num_good + 1) / (self.num_finished + 1)
         lacking = max(0, self.start.total - self.num_good) / share
         tokens_left = (self.num_finished + lacking) * mean - generated
-        age = self.num_steps - self.newest_ask if lacking <= self.num_under_way else 0
+        age = self.num_steps - self.newest_ask if lacking <= self.num_in_flight else 0
         steps_left = self.longest - age
         left = max(0.0, tokens_left / rate, steps_left * seconds / self.num_steps)
         return replace(
@@ -130,7 +132,7 @@ class AnswerPace:
 
 
 class _Mark(NamedTuple):
-    """A moment of training, to measure from."""
+    """A point in training to measure from."""
 
     time: float
     step: int
@@ -138,7 +140,7 @@ class _Mark(NamedTuple):
 
 
 class StepPace:
-    """Progress of training steps. The first step is slow and counts only until there is another."""
+    """Progress of training steps; the slow first step counts only until the second is done."""
 
     def __init__(self, first_step: int, num_steps: int, deadline: Deadline, show: Show) -> None:
         self.num_steps, self.deadline, self.show = num_steps, deadline, show
@@ -147,7 +149,7 @@ class StepPace:
         self._shown = float("-inf")
 
     def add(self, num_tokens: int) -> None:
-        """Another step is done."""
+        """Count a finished step."""
         before = self.newest
         self.newest = _Mark(time.monotonic(), before.step + 1, before.num_tokens + num_tokens)
         if self.newest.time - self._shown >= SHOW_SECONDS:
@@ -171,12 +173,12 @@ class StepPace:
 
 
 class Combined:
-    """The progress of several workers as one: of the earliest stage that some are still in."""
+    """Combines the progress of several workers, showing the earliest stage still running."""
 
     def __init__(self, show: Show) -> None:
         self.show = show
-        self.current: dict[int, str] = {}  # the stage of each worker that is in one
-        self.stages: dict[str, dict[int, Progress]] = {}  # in the order in which they began
+        self.current: dict[int, str] = {}  # each active worker's stage
+        self.stages: dict[str, dict[int, Progress]] = {}  # in starting order
 
     def __call__(self, worker: int, progress: Progress | None) -> None:
         self.current.pop(worker, None)
@@ -192,7 +194,7 @@ class Combined:
 
 
 def _sum(found: list[Progress], working: list[Progress]) -> Progress:
-    """found: of all workers that began the stage; working: of those that are still in it"""
+    """Sum progress. found: of all workers that began the stage; working: of those still in it"""
     totals = [each.total for each in found if each.total is not None]
     rates = [each.tokens_per_s for each in working if each.tokens_per_s is not None]
     left = [each.seconds_left for each in working if each.seconds_left is not None]

@@ -1,4 +1,4 @@
-"""Prompts into token ids, and the starts of prompts that the target invents."""
+"""Encoding of prompts, and openings of prompts that the target invents."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,14 +12,16 @@ from stoop.text.tokenizer import Tokenizer
 
 
 class Prompt(NamedTuple):
-    key: int  # of its tokens: what tells it from others, in any order and in any run
+    """An encoded prompt."""
+
+    key: int  # hash of its tokens, which identifies it across runs
     token_ids: list[int]
 
 
 def encode_prompts(
     tokenizer: Tokenizer, conversations: Iterable[Conversation], max_tokens: int
 ) -> Iterator[Prompt]:
-    """Through the chat template where there is one; each prompt once, too long ones never."""
+    """Encode prompts, with the chat template if there is one; skip duplicates and long prompts."""
     seen = set()
     for conversation in conversations:
         if tokenizer.has_chat_template:
@@ -38,15 +40,15 @@ def key_of(token_ids: list[int]) -> int:
 
 
 def user_turn_start(tokenizer: Tokenizer, opening: str) -> list[int]:
-    """A chat as it stands when the user has written `opening` and goes on writing."""
+    """Encode a chat whose user turn starts with `opening` and is not finished."""
     if not tokenizer.has_chat_template:
         raise ConfigError("--invent needs a chat template, and the target has none: give --prompts")
     turn = [{"role": "user", "content": opening}]
     return tokenizer.encode_chat(turn, continue_final_message=True)
 
 
-# Every other invented prompt starts bare; the rest start with one of these, so that there is code,
-# mathematics and more among them.
+# Half of the invented prompts start without an opening; the rest use one of these, so that code,
+# mathematics and other topics occur.
 OPENINGS = (
     "Write a Python function that",
     "Write a program that",

@@ -1,26 +1,26 @@
-"""The log of a run: a JSON object a line, a line on the terminal, and a curve."""
+"""The log of a training run: a JSON lines file, lines on the terminal, and a plot."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from stoop.core.plotting import find_pyplot
+from stoop.plotting import find_pyplot
 from stoop.train.files import read_records, write_records
 from stoop.train.progress import Teller, duration
 from stoop.train.settings import Say
 
 
 class Record:
-    """Continues the log of a folder; until `begin`, the log is that of the run before."""
+    """The log of a folder; until `begin`, the file still is the previous run's."""
 
     def __init__(self, folder: Path, teller: Teller) -> None:
         self.folder, self.path = folder, folder / "log.jsonl"
         self.say, self.show = teller.say, teller.show
-        self.first_step = -1  # nothing of it counts, unless a checkpoint is continued
+        self.first_step = -1  # entries after it are dropped; -1 drops all
         self._begun = False
 
     def begin(self) -> None:
-        """Forget what came after the first step of this run, once: it will come again."""
+        """Drop, once, the entries of steps that this run repeats."""
         if not self._begun:
             self._begun = True
             kept = [entry for entry in read_log(self.path) if entry["step"] <= self.first_step]
@@ -39,7 +39,7 @@ class Record:
             f"step {entry['step']}/{num_steps}: loss {entry['loss']:.3f} ({losses}), right {rates}"
         )
         if entry["split"] == "val":
-            self.say(f"held out, {line}, {entry['length']:.2f} tokens a step at K = {entry['k']}")
+            self.say(f"held out, {line}, {entry['length']:.2f} tokens per step at K = {entry['k']}")
             return
         left = (num_steps - entry["step"]) * entry["tokens"] / max(entry["tokens_per_s"], 1e-9)
         self.say(
@@ -53,7 +53,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curve(log: Path, image: Path, say: Say) -> None:
-    """Loss and acceptance by step; needs matplotlib, and does without where there is none."""
+    """Plot loss and acceptance by step, if matplotlib is installed."""
     pyplot = find_pyplot("curve", say)
     if pyplot is None:
         return

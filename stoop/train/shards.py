@@ -1,8 +1,8 @@
-"""Answers on disk: compact arrays, shard by shard, of which a run that was stopped finds its way.
+"""Answers on disk: shards of compact arrays, from which a stopped run can continue.
 
-What is done is what stands in a shard, loops that were thrown away included; the manifest only sums
-up. A shard is written aside and then renamed, so that there is no half of one. Each of several
-workers has a folder of its own: the first one the root itself, others part-1, part-2 ... in it.
+The shards record which answers are done, including dropped loops; the manifest is only a summary. A
+shard is written to a temporary file and then renamed, so it is never incomplete. Each worker has
+its own folder: the first uses the root, others use part-1, part-2 ... inside it.
 """
 
 import json
@@ -15,12 +15,12 @@ import numpy as np
 from stoop.config.errors import ConfigError
 from stoop.train.files import write_json, written_aside
 
-INVENTED = "invented.jsonl"  # prompts of the target itself, in a worker's folder
+INVENTED = "invented.jsonl"  # prompts that the target invented, in a worker's folder
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Prompt and answer of every document, one behind the other."""
+    """The documents, each a prompt followed by its answer, concatenated."""
 
     tokens: np.ndarray  # [tokens] int32
     starts: np.ndarray  # [documents + 1] int64
@@ -33,14 +33,14 @@ class Corpus:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[documents] int64"""
+        """The documents' lengths in tokens, [documents] int64."""
         return np.diff(self.starts)
 
     def document(self, index: int) -> np.ndarray:
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
     def count_answers(self, vocab_size: int) -> np.ndarray:
-        """[vocab_size]: how often each token comes in answers."""
+        """Count each token's occurrences in answers, [vocab_size]."""
         place = np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths)
         in_answer = place >= np.repeat(self.prompt_lens, self.lengths)
         return np.bincount(self.tokens[in_answer], minlength=vocab_size)
@@ -48,20 +48,20 @@ class Corpus:
 
 @dataclass
 class _Rows:
-    """A shard that is not written yet."""
+    """The rows of a shard that is not yet written."""
 
     documents: list[np.ndarray] = field(default_factory=list)
     prompt_lens: list[int] = field(default_factory=list)
     greedy: list[bool] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    done: list[tuple[int, int]] = field(default_factory=list)  # prompt, answer; loops too
+    done: list[tuple[int, int]] = field(default_factory=list)  # prompt, answer; including loops
 
 
 class ShardStore:
     """A worker's folder of shards; one process writes to it at a time."""
 
     def __init__(self, root: Path, origin: dict[str, Any], worker: int = 0) -> None:
-        """`origin` is what all shards have in common; the manifest says it."""
+        """Open a worker's folder. origin: what all its answers share, for the manifest"""
         self.folder = folder = worker_folder(root, worker)
         folder.mkdir(parents=True, exist_ok=True)
         known = read_manifest(folder)
@@ -70,7 +70,7 @@ class ShardStore:
         self._rows = _Rows()
         for path in shard_files(folder):
             self._count(read_shard(path))
-        for place in all_folders(root):  # what others have answered need not be answered again
+        for place in all_folders(root):  # answers of other workers count as done, too
             for path in shard_files(place):
                 done = read_shard(path)["done"]
                 self.done.update((int(key), int(index)) for key, index in done)
@@ -86,7 +86,7 @@ class ShardStore:
     def add(
         self, prompt: list[int], answer: list[int], place: tuple[int, int], greedy: bool
     ) -> None:
-        """place: the prompt's key and the answer's number"""
+        """Add an answer. place: the prompt's key and the answer's index"""
         rows = self._rows
         rows.documents.append(np.asarray(prompt + answer, dtype=np.int32))
         rows.prompt_lens.append(len(prompt))
@@ -103,7 +103,7 @@ class ShardStore:
         self.counts["loops_dropped"] += 1
 
     def flush(self, seconds: float) -> None:
-        """Write what came in since the last time, which took so many seconds."""
+        """Write the answers since the last flush as a shard. seconds: time since then"""
         rows = self._rows
         self.counts["seconds"] += seconds
         if rows.done:
@@ -152,12 +152,12 @@ def read_shard(path: Path) -> dict[str, np.ndarray]:
 
 
 def origin_of(target: str, seed: int) -> dict[str, Any]:
-    """What all answers of a folder have in common."""
+    """Return what all answers of a folder share."""
     return {"target": target, "seed": seed}
 
 
 def load_corpus(root: Path) -> Corpus:
-    """The answers of all workers; what two of them made alike counts once."""
+    """Load the answers of all workers, without duplicates."""
     shards = [read_shard(path) for folder in all_folders(root) for path in shard_files(folder)]
     if not sum(len(shard["lengths"]) for shard in shards):
         raise ConfigError(f"{root} has no answers to train on: run --stage data first")
@@ -183,6 +183,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_counts(root: Path) -> dict[str, Any]:
-    """What the manifests of the answers say, summed up; zeros where there is none."""
+    """Sum the counts of all manifests; zeros if there is none."""
     manifests = [read_manifest(folder) for folder in all_folders(root)]
     return {name: sum(each.get(name, zero) for each in manifests) for name, zero in COUNTS.items()}

@@ -1,8 +1,9 @@
-"""The stages of `stoop train-draft` behind the data: each finds what the one before left.
+"""The train and export stages of `stoop train-draft`. Each reads the folder of the stage before.
 
-DIR/data     answers of the target, in shards (workers.py)
-DIR/train    checkpoint, log, curve
-DIR/head     the head in the layout of EAGLE's authors; DIR/head-speculators: in the other
+DIR/data              answers of the target, in shards (workers.py)
+DIR/train             checkpoint, log, plot
+DIR/head              the head in the EAGLE authors' layout
+DIR/head-speculators  the head in the speculators layout
 """
 
 import gc
@@ -30,12 +31,15 @@ from stoop.train.trainer import CHECKPOINT, Documents, Trainer, check_same, load
 from stoop.train.vocabulary import Vocabulary, choose_vocabulary
 from stoop.worker.device import prepare_device
 
-PROPOSED_DRAFTS = 3  # by an exported head, if it was trained for as many
+PROPOSED_DRAFTS = 3  # K in an exported config; lower if the head was trained for fewer
 
 
-@torch.inference_mode(False)  # in whatever mode the caller is
+@torch.inference_mode(False)  # training needs gradients even if the caller disabled them
 def run_train(job: Job) -> bool:
-    """True if the last step was reached. An interrupt is raised again, and says what was saved."""
+    """Train; return whether the last step was reached.
+
+    An interrupt is raised again with a message that says what was saved.
+    """
     deadline = Deadline(job.settings.time_budget)
     trainer = None
     try:
@@ -51,14 +55,14 @@ def run_train(job: Job) -> bool:
             )
             finished = trainer.run(deadline)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_outcome(job, trainer)) from None
+        raise KeyboardInterrupt(_what_was_saved(job, trainer)) from None
     if not finished:
         job.say(f"training: stopped by --time-budget; {job.again(saved=True)}")
     return finished
 
 
-def _outcome(job: Job, trainer: Trainer | None) -> str:
-    """Of a run that was interrupted."""
+def _what_was_saved(job: Job, trainer: Trainer | None) -> str:
+    """Say what an interrupted run saved and how to continue it."""
     if trainer is None or not trainer.step:
         return f"training: interrupted before a step was done; {job.again()}"
     step, saved, again = trainer.step, trainer.saved_step, job.again(saved=True)
@@ -67,12 +71,12 @@ def _outcome(job: Job, trainer: Trainer | None) -> str:
     if saved:
         kept = f"the checkpoint is still that of step {saved:,}; {again}"
         return f"training: step {step:,} was not saved, {kept}"
-    return f"training: step {step:,} was not saved, nor was one before; {job.again()}"
+    return f"training: step {step:,} was not saved, nor was an earlier one; {job.again()}"
 
 
 def _make_trainer(job: Job) -> Trainer:
     settings = job.settings
-    gc.collect()  # the engine of the stage before
+    gc.collect()  # frees the engine of the data stage
     config = job.config()
     digest = digest_target(Path(config.load.folder))
     check_target(job, digest)
@@ -88,14 +92,16 @@ def _make_trainer(job: Job) -> Trainer:
     target = load_model(config)
     max_len = min(config.schedule.max_model_len, settings.train.batch_tokens)
     spec = make_head_spec(config.model, settings.head, len(vocabulary))
-    # Later passes stand further on than any token.
+    # Later passes use positions beyond the last token.
     positions = max_len + settings.train.ttt_steps
     head = new_head(spec, target, vocabulary, positions, settings.seed)
     passes, prompts = settings.train.ttt_steps, settings.train.include_prompts
     packer = Packer(corpus, max_len, passes, prompts, torch.device(config.device.device))
     train, held_out = split(corpus, settings.train.val_share)
     if not len(train):
-        raise ConfigError(f"{job.data} holds nothing but held-out answers: make more of them")
+        raise ConfigError(
+            f"{job.data} has only held-out answers: add prompts, or lower --val-share"
+        )
     job.train.mkdir(parents=True, exist_ok=True)
     record = Record(job.train, job.teller)
     documents = Documents(packer, train, held_out)
@@ -103,7 +109,7 @@ def _make_trainer(job: Job) -> Trainer:
 
 
 def run_export(job: Job, layout: str, dtype: str) -> list[Path]:
-    """The folders that were written."""
+    """Export the checkpoint and return the folders that were written."""
     path = job.train / CHECKPOINT
     if not path.exists():
         raise ConfigError(f"{job.train} has no checkpoint to export: run --stage train first")
@@ -138,5 +144,5 @@ def run_export(job: Job, layout: str, dtype: str) -> list[Path]:
 
 
 def _given(job: Job) -> dict[str, Any]:
-    """Settings of the head that the command names; others are as they were trained."""
+    """Return the head settings given on the command line; the checkpoint has the others."""
     return {name: value for name, value in asdict(job.settings.head).items() if name in job.given}

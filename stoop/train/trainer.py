@@ -1,8 +1,9 @@
-"""The loop: pack, target, passes, step; checkpoints from which a run goes on to the last bit.
+"""The training loop, with checkpoints from which a run continues bit for bit.
 
-The head computes in the dtype that it will be served in. The optimizer moves masters in float32,
-which are rounded into the head after every step. Nothing in a step is random: a checkpoint is the
-masters, the optimizer's state and the number of the step, which fixes the documents that come next.
+The head computes in the dtype that it will be served in. The optimizer updates float32 master
+weights, which are rounded into the head after every step. A step has no randomness: a checkpoint is
+the master weights, the optimizer's state and the step number, which determines the documents that
+come next.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ FREE = ("epochs", "steps", "val_tokens", "eval_every", "log_every", "save_every"
 
 
 def learning_rate(step: int, num_steps: int, settings: TrainSettings) -> float:
-    """Up in a line, down in half a cosine, to nothing behind the last step."""
+    """Linear warmup, then cosine decay that reaches zero after the last step."""
     warmup = max(1, round(settings.warmup * num_steps))
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -49,12 +50,16 @@ def learning_rate(step: int, num_steps: int, settings: TrainSettings) -> float:
 
 @dataclass(frozen=True)
 class Documents:
+    """Training and held-out documents, and the packer for both."""
+
     packer: Packer
     train: np.ndarray  # [documents] int64
     held_out: np.ndarray  # [documents] int64
 
 
 class Trainer:
+    """Trains a head: the step loop, evaluation and checkpoints."""
+
     def __init__(
         self,
         target: Model,
@@ -86,9 +91,9 @@ class Trainer:
         }
         self.batches = self._plan()
         self.step = 0
-        self.saved_step = 0  # of the checkpoint; 0 may also mean that there is none
+        self.saved_step = 0  # of the checkpoint, 0 if there is none
         self._saved = time.monotonic()
-        self._evaluated = -1  # the newest step that was looked at
+        self._evaluated = -1  # the last evaluated step
 
     def _plan(self) -> list[np.ndarray]:
         settings, train = self.settings, self.documents.train
@@ -102,9 +107,9 @@ class Trainer:
     # ---- the loop ----
 
     def run(self, deadline: Deadline) -> bool:
-        """Train to the last step or to the deadline; True at the last step.
+        """Train to the last step or the deadline; return whether the last step was reached.
 
-        An interrupt saves what is done so far, if there is time for it: another one stops that.
+        An interrupt saves a checkpoint; a second interrupt stops that.
         """
         try:
             self._continue(deadline)
@@ -144,19 +149,19 @@ class Trainer:
                 self.save()
 
     def _owes_evaluation(self) -> bool:
-        """Whether the run that made the checkpoint was interrupted while it evaluated."""
+        """Return whether the checkpoint's run was interrupted during an evaluation."""
         due = 0 < self.step < len(self.batches) and self.step % self.settings.eval_every == 0
         return due and self.record.lacks_evaluation(self.step)
 
     def _warn_of(self, deadline: Deadline, seconds_per_step: float) -> bool:
-        """If it will come before the last step: a rate that never came down trains badly."""
+        """Warn if the deadline comes before the last step: training needs the rate's decay."""
         fit, num_steps = self.step + deadline.left / seconds_per_step, len(self.batches)
         if fit >= 0.9 * num_steps:  # the first steps are slower
             return False
         self.record.say(
             f"training: about {fit:,.0f} of {num_steps:,} steps fit into --time-budget; run the "
-            f"command again for the rest, or give --steps {fit:.0f}, with which the learning rate "
-            "comes down in time"
+            f"command again for the rest, or give --steps {fit:.0f} so that the learning rate "
+            "decays in time"
         )
         return True
 
@@ -166,7 +171,7 @@ class Trainer:
         found = unroll(self.head, lesson)
         loss = total_loss(found.losses, self.settings.decay)
         loss.backward()
-        with held():  # half an update would be saved as a whole one
+        with held():  # an interrupt must not save half an update
             self._update()
             self.step += 1
         return _StepResult(found, loss.detach(), pack.num_tokens)
@@ -189,7 +194,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any] | None:
-        """Of held-out text, greedy if there is any: what the engine would accept."""
+        """Log loss and simulated acceptance on held-out documents, greedy ones if there are any."""
         packer, meter = self.documents.packer, _Meter()
         counts = SpecCounts.of(min(WALK_DRAFTS, self.settings.ttt_steps))
         self._evaluated = self.step
@@ -251,7 +256,7 @@ class Trainer:
         self._saved, self.saved_step = time.monotonic(), self.step
 
     def restore(self) -> None:
-        """From the folder's checkpoint, if there is one; refused if it is of another run."""
+        """Load the folder's checkpoint, if there is one; refuse one of a different run."""
         path = self.folder / CHECKPOINT
         if not path.exists():
             return
@@ -266,7 +271,7 @@ class Trainer:
         self._round()
 
     def _check_length(self, step: int, before: int) -> None:
-        """A run may be continued with more or fewer steps, though not with fewer than are done."""
+        """Check the number of steps, which may change, but not to fewer than are done."""
         num_steps, settings = len(self.batches), self.settings
         if step > num_steps:
             name = "epochs" if settings.steps is None else "steps"
@@ -277,8 +282,8 @@ class Trainer:
             )
         if num_steps != before:
             self.record.say(
-                f"training: {num_steps:,} steps now, {before:,} when the checkpoint was made: from "
-                f"step {step:,} on the learning rate is that of a run of {num_steps:,} steps"
+                f"training: {num_steps:,} steps now, {before:,} when the checkpoint was saved; "
+                f"from step {step:,} the learning rate follows a schedule of {num_steps:,} steps"
             )
 
 
@@ -293,7 +298,7 @@ def _master(weight: Tensor) -> Tensor:
 
 
 def _identity(settings: Settings, documents: Documents, vocabulary: Vocabulary) -> dict[str, Any]:
-    """What a run must have in common with the one that it continues."""
+    """Return what a run must share with the checkpoint it continues."""
     chosen = asdict(settings.train) | asdict(settings.head)
     kept = {name: value for name, value in chosen.items() if name not in FREE}
     return {
@@ -309,25 +314,28 @@ def _identity(settings: Settings, documents: Documents, vocabulary: Vocabulary) 
 
 
 def _digest(corpus: Corpus) -> str:
-    """Of all documents, in their order, which decides the order of training."""
+    """Hash all documents in their order, which determines the order of training."""
     digest = hashlib.blake2b(digest_size=16)
     for array in (corpus.tokens, corpus.starts, corpus.prompt_lens):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
 
 
-# What is no option of the command, by the names in an identity.
+# Messages for entries of an identity that are not command-line options.
 _NO_OPTIONS = {
-    "target": "for another target, or for other weights of it",
+    "target": "for a different target, or for different weights of it",
     **dict.fromkeys(
         ("documents", "tokens", "draft_ids", "coverage", "data"),
-        "on other data than there is now",
+        "on data that has changed since",
     ),
 }
 
 
 def check_same(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    """found: of the checkpoint; what an earlier version did not write down is not compared."""
+    """Refuse a checkpoint of a different run. found: its identity
+
+    Entries that an earlier version did not save are not compared.
+    """
     for name, value in wanted.items():
         was = found.get(name, value)
         if was == value:
@@ -352,11 +360,11 @@ class _StepResult:
 
 
 class _Meter:
-    """Sums of some steps; the device is asked only when they are written down."""
+    """Sums over some steps; reading them out in `entry` waits for the device."""
 
     def __init__(self) -> None:
         self.results: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.num_slots: list[int] = []
+        self.num_anchors: list[int] = []
         self.num_tokens = 0
         self.started = time.monotonic()
 
@@ -364,8 +372,8 @@ class _Meter:
         found = result.found
         losses, right = torch.stack(found.losses).detach(), torch.stack(found.num_right)
         self.results.append((result.loss, losses, right))
-        before = self.num_slots or [0] * len(found.num_slots)
-        self.num_slots = [a + b for a, b in zip(before, found.num_slots, strict=True)]
+        before = self.num_anchors or [0] * len(found.num_anchors)
+        self.num_anchors = [a + b for a, b in zip(before, found.num_anchors, strict=True)]
         self.num_tokens += result.num_tokens
 
     @property
@@ -374,7 +382,7 @@ class _Meter:
 
     def entry(self, step: int, lr: float, device: torch.device) -> dict[str, Any]:
         loss, losses, right = (torch.stack(each) for each in zip(*self.results, strict=True))
-        rates = right.sum(0).cpu().numpy() / np.maximum(self.num_slots, 1)  # waits for the device
+        rates = right.sum(0).cpu().numpy() / np.maximum(self.num_anchors, 1)  # waits for the device
         seconds = time.monotonic() - self.started
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if device.type == "cuda":

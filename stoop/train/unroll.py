@@ -1,8 +1,8 @@
-"""The training-time test: a head drafts in training as it will when serving.
+"""The training-time test: in training, a head drafts as it will when serving.
 
-Its first pass reads the target's features, as draft prefill does; each later one its own output of
-the pass before and the token that truly came, one place further on, as a draft decode does whose
-drafts were right. All slots of a pack do this at once.
+Its first pass reads the target's features, like draft prefill. Each later pass reads its own output
+of the pass before and the next true token, one position further, like a draft decode whose drafts
+so far are right. All anchors of a pack run at once.
 """
 
 from dataclasses import dataclass
@@ -16,31 +16,33 @@ from stoop.train.attention import PackedContext, UnrolledContext
 from stoop.train.loss import soft_cross_entropy
 from stoop.train.packing import Pack
 
-LABEL_VALUES = 2**27  # of the target's logits at a time
+LABEL_VALUES = 2**27  # target logits computed at a time
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A pack, and what the frozen target makes of it."""
+    """A pack, and what the frozen target computes from it."""
 
     pack: Pack
     streams: Tensor  # [tokens, taps, target_hidden_size]
-    labels: Tensor  # [labels, drafts], the target's distribution over what may be drafted
-    best: Tensor  # [labels] int64, the target's own choice
-    known: Tensor  # [labels] bool: it may be drafted
+    labels: Tensor  # [labels, drafts], the target's distribution over the draft vocabulary
+    best: Tensor  # [labels] int64, the target's argmax
+    known: Tensor  # [labels] bool: the argmax is in the draft vocabulary
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    losses: list[Tensor]  # one a pass, the mean over its slots
-    num_right: list[Tensor]  # of each pass, slots whose drafts were all right so far
-    num_slots: list[int]
-    accepted: Tensor  # [tokens] int64: how many drafts of each slot were right in a row
+    """The results of a head's passes over a pack."""
+
+    losses: list[Tensor]  # per pass, the mean over its anchors
+    num_right: list[Tensor]  # per pass, anchors whose drafts are all right so far
+    num_anchors: list[int]  # per pass
+    accepted: Tensor  # [tokens] int64: consecutive right drafts from each anchor
 
 
 @torch.no_grad()
 def make_lesson(target: Model, head: DraftModel, pack: Pack, draft_ids: Tensor | None) -> Lesson:
-    """draft_ids: [drafts] int64, the target's ids of what may be drafted; None: everything"""
+    """Run the target. draft_ids: [drafts] int64, ids of the draft vocabulary; None: all tokens"""
     hidden, streams = target(
         pack.token_ids, pack.positions, PackedContext(pack.layout), head.spec.taps
     )
@@ -59,34 +61,34 @@ def make_lesson(target: Model, head: DraftModel, pack: Pack, draft_ids: Tensor |
 
 
 def unroll(head: DraftModel, lesson: Lesson) -> Unrolled:
-    """As many passes as the pack has slots for."""
+    """Run the head's passes over a lesson."""
     pack = lesson.pack
     matrix = head.output_head.weight
     found = Unrolled([], [], [], torch.zeros_like(pack.positions))
     with without_kernels():
         context = UnrolledContext(pack.layout)
         features = head.condense(lesson.streams)
-        for number, slots in enumerate(pack.slots):
-            # Behind the end of a document stands the next one's start: no slot there learns.
+        for number, anchors in enumerate(pack.anchors):
+            # Near a document's end this reads the next document, but no anchors are there.
             token_ids = pack.token_ids.roll(-1 - number)
             stream = head(token_ids, features, pack.positions + number, context)
             states, features = head.finish(stream)
-            label = pack.label_of[slots + 1 + number]
-            # A draft that the head cannot name teaches it nothing.
+            label = pack.label_of[anchors + 1 + number]
+            # Labels outside the draft vocabulary do not count.
             weights = lesson.known[label].to(lesson.labels.dtype)
             weights = weights / weights.sum().clamp(min=1)
             loss, drafts = soft_cross_entropy(
-                states.index_select(0, slots), matrix, lesson.labels, label, weights
+                states.index_select(0, anchors), matrix, lesson.labels, label, weights
             )
             right = head.target_ids(drafts) == lesson.best[label]
-            right &= found.accepted[slots] == number
-            found.accepted[slots] += right
+            right &= found.accepted[anchors] == number
+            found.accepted[anchors] += right
             found.losses.append(loss)
             found.num_right.append(right.sum())
-            found.num_slots.append(len(slots))
+            found.num_anchors.append(len(anchors))
     return found
 
 
 def total_loss(losses: list[Tensor], decay: float) -> Tensor:
-    """Later passes count less."""
+    """Sum the passes' losses; each further pass counts less by a factor of `decay`."""
     return torch.stack([decay**number * loss for number, loss in enumerate(losses)]).sum()

@@ -1,4 +1,4 @@
-"""Which tokens a head may draft: those that the target says most often."""
+"""The draft vocabulary: the tokens that occur most often in the target's answers."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,9 @@ ENOUGH = 0.98  # of the answers' tokens
 
 @dataclass(frozen=True)
 class Vocabulary:
-    token_ids: np.ndarray  # [drafts] int64, rising
+    """The tokens that a head may draft."""
+
+    token_ids: np.ndarray  # [drafts] int64, ascending
     target_size: int
     coverage: float  # share of the answers' tokens
 
@@ -23,21 +25,21 @@ class Vocabulary:
 
     @property
     def d2t(self) -> np.ndarray:
-        """[drafts] int64: how far the token lies from its number among the drafts."""
+        """The offset from each draft id to its target id, [drafts] int64."""
         return self.token_ids - np.arange(len(self))
 
     @property
     def t2d(self) -> np.ndarray:
-        """[target_size] bool: may be drafted."""
+        """The mask of target ids that may be drafted, [target_size] bool."""
         mask = np.zeros(self.target_size, dtype=bool)
         mask[self.token_ids] = True
         return mask
 
 
 def choose_vocabulary(counts: np.ndarray, size: int | None) -> Vocabulary:
-    """The most frequent tokens, the lower id first among equals. counts: [target_size]"""
+    """Choose the most frequent tokens; ties go to the lower id. counts: [target_size]"""
     for wanted in SIZES if size is None else (size,):
-        # Rising ids, so that drafts are numbered as the target's tokens are.
+        # Sorted, so that draft ids have the same order as target ids.
         most = np.sort(np.argsort(-counts, kind="stable")[:wanted])
         coverage = float(counts[most].sum() / max(counts.sum(), 1))
         if coverage >= ENOUGH:

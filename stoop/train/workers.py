@@ -1,6 +1,6 @@
-"""The stage that makes data: one engine answers in this process, or several in processes of theirs.
+"""The data stage: one engine answers in this process, or several in processes of their own.
 
-A step of a small target takes the host longer than the GPU, which several workers share well.
+A small target's step takes longer on the host than on the GPU, so several workers share a GPU well.
 """
 
 import multiprocessing
@@ -30,16 +30,16 @@ from stoop.train.shards import read_counts
 from stoop.worker.device import find_device
 from stoop.worker.memory import weight_bytes
 
-FREE_SHARE, TOTAL_SHARE = 0.85, 0.88  # of memory, for all workers; whichever is less
-WORK_BYTES = 4 * 2**30  # that a worker needs beside weights and KV
+FREE_SHARE, TOTAL_SHARE = 0.85, 0.88  # of memory, for all workers; the smaller result applies
+WORK_BYTES = 4 * 2**30  # per worker, besides weights and KV
 
 
 def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
-    """An interrupt is raised again, and says what is kept."""
+    """Make data; an interrupt is raised again with a message that says what is kept."""
     settings = job.settings
     if not prompt_files and not settings.data.invent:
         raise ConfigError("there are no prompts: give --prompts FILE, --invent N, or both")
-    origin = describe(job, prompt_files)  # whatever is wrong with it, before data is discarded
+    origin = describe(job, prompt_files)  # may raise, so it comes before data is discarded
     if job.fresh_data:
         discard_data(job)
     settle_origin(job, origin)
@@ -58,7 +58,7 @@ def run_data(job: Job, prompt_files: Sequence[Path]) -> None:
 
 
 def _kept(job: Job) -> str:
-    """Of a run that was interrupted."""
+    """Say what an interrupted run keeps and how to continue it."""
     counts = {
         "answer": read_counts(job.data)["answers"],
         "invented prompt": len(read_inventions(job.data).texts),
@@ -70,6 +70,7 @@ def _kept(job: Job) -> str:
 
 
 def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
+    """Start an engine and generate a worker's share of the data."""
     settings = job.settings
     deadline = Deadline(settings.time_budget)
     conversations = [each for path in prompt_files for each in read_prompts(path)]
@@ -97,7 +98,7 @@ def answer(job: Job, prompt_files: Sequence[Path], share: Share) -> None:
 
 
 def _with_memory_shared(job: Job) -> Job:
-    """Workers that measured what is free would each see what others take at that moment."""
+    """Set the workers' KV cache size here: measured by each, free memory would depend on timing."""
     data, device = job.settings.data, find_device(job.settings.device)
     if device == "cpu" or data.kv_cache_memory is not None:
         return job
@@ -108,7 +109,7 @@ def _with_memory_shared(job: Job) -> Job:
     room = int(most / data.workers) - weights - WORK_BYTES
     if room <= 0:
         raise ConfigError(
-            f"--workers {data.workers} do not fit into the {free / 2**30:.0f} GiB that are free: "
+            f"--workers {data.workers} do not fit into the {free / 2**30:.0f} GiB of free memory: "
             "use fewer"
         )
     data = replace(data, kv_cache_memory=str(room))
@@ -119,10 +120,10 @@ def _with_memory_shared(job: Job) -> Job:
 
 
 def _answer_side_by_side(job: Job, prompt_files: Sequence[Path], shares: Sequence[Share]) -> None:
-    """One that fails does not stop the others."""
+    """Run a process per share; a worker that fails does not stop the others."""
     context = multiprocessing.get_context("spawn")
     workers: list[SpawnProcess] = []
-    ends: dict[Connection, int] = {}  # where lines and progress of each worker come from
+    ends: dict[Connection, int] = {}  # our end of each worker's pipe
     combined = Combined(job.show)
     try:
         for share in shares:
@@ -132,13 +133,13 @@ def _answer_side_by_side(job: Job, prompt_files: Sequence[Path], shares: Sequenc
             workers.append(context.Process(target=_work, args=args))
             with ctrl_c_ignored():  # by the worker: a terminal sends it to all processes
                 workers[-1].start()
-            theirs.close()  # the worker's end is the only one, so that it closes with the worker
+            theirs.close()  # only the worker holds its end, so the pipe closes with the worker
             ends[ours] = share.worker
         _relay(ends, job, combined)
     finally:
         for worker in workers:
             if worker.is_alive():
-                worker.terminate()  # it keeps what it has
+                worker.terminate()  # the worker saves its answers first
         _relay(ends, job, combined)
         for worker in workers:
             worker.join()
@@ -146,13 +147,13 @@ def _answer_side_by_side(job: Job, prompt_files: Sequence[Path], shares: Sequenc
     if failed:
         found = ", ".join(f"{number} with status {code}" for number, code in failed.items())
         raise ConfigError(
-            f"--workers: of {len(workers)}, these ended early: {found}; see what they said above; "
+            f"--workers: of {len(workers)}, these failed: {found}; see their output above; "
             f"{job.again()}"
         )
 
 
 def _relay(ends: dict[Connection, int], job: Job, combined: Combined) -> None:
-    """Tell what workers send, until all have ended."""
+    """Pass on lines and progress from workers until all have ended."""
     while ends:
         for end in wait(list(ends)):
             assert isinstance(end, Connection)
@@ -169,10 +170,12 @@ def _relay(ends: dict[Connection, int], job: Job, combined: Combined) -> None:
 
 @dataclass(frozen=True)
 class _Sender:
+    """Sends to the parent; callable objects, since processes cannot share closures."""
+
     end: Connection
 
     def _send(self, sent: str | Progress | None) -> None:
-        with suppress(OSError):  # the parent is gone, and this worker will be in a moment
+        with suppress(OSError):  # the parent has ended, and this worker is about to
             self.end.send(sent)
 
 
@@ -201,7 +204,7 @@ def _work(job: Job, prompt_files: tuple[Path, ...], share: Share) -> None:
 
 
 def _follow_parent() -> None:
-    """No worker may still write when the next run begins."""
+    """End this worker when its parent ends, so that it does not write during the next run."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

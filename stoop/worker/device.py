@@ -1,4 +1,4 @@
-"""Which device to run on, and what must be set up before it is used."""
+"""Choosing a device and preparing it."""
 
 import functools
 import gc
@@ -20,7 +20,7 @@ from stoop.config.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# Some virtual machines announce AMX and then lack it, so that oneDNN's bf16 products die.
+# Some virtual machines advertise AMX without supporting it, so oneDNN's bf16 GEMMs crash.
 _SAFE_ISA = "AVX512_CORE_FP16"
 _PROBE = (
     "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); "
@@ -29,7 +29,7 @@ _PROBE = (
 
 
 def find_device(asked: str | torch.device) -> str:
-    """A concrete device for `auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Resolve `auto`, `cpu`, `cuda` or `cuda:N` to a concrete device."""
     if isinstance(asked, torch.device):
         asked = str(asked)
     if asked == "auto":
@@ -51,9 +51,10 @@ def find_device(asked: str | torch.device) -> str:
 
 
 def prepare_device(device: str, dtype: str) -> None:
+    """Free the memory of dropped engines; on a CPU, avoid AMX if it does not work."""
     if device != "cpu":
-        # An engine that was dropped holds its memory until it is collected, and one that was part
-        # of a cycle when it was exempt from that could not say that it was.
+        # A dropped engine holds its memory until it is collected. If it was in a reference cycle
+        # when it was frozen, its finalizer never ran, so unfreeze here.
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
@@ -62,10 +63,11 @@ def prepare_device(device: str, dtype: str) -> None:
 
 
 def exempt_from_collection(owner: object) -> None:
-    """Let the garbage collector pass over all that is there now, until `owner` goes.
+    """Exempt all current objects from garbage collection until `owner` is deleted.
 
-    To look through an engine takes it tens of milliseconds, in the midst of steps. Of several
-    owners the first that goes ends it for all, or what it held would stay; that costs pauses only.
+    A collection that traverses an engine takes tens of milliseconds, in the middle of steps. With
+    several owners, the first one deleted ends the exemption for all, so that its memory can be
+    freed; that only brings the pauses back.
     """
     gc.collect()
     gc.freeze()
@@ -73,17 +75,17 @@ def exempt_from_collection(owner: object) -> None:
 
 
 def _guard_half_precision() -> None:
-    """Keep oneDNN off AMX where a trial product in a child process does not survive it."""
+    """Disable AMX in oneDNN if a trial GEMM in a child process fails."""
     if "ONEDNN_MAX_CPU_ISA" in os.environ or "amx_tile" not in _cpu_info():
         return
     if not _amx_works():
-        log.warning("AMX is announced but does not work here: ONEDNN_MAX_CPU_ISA=%s", _SAFE_ISA)
-        os.environ["ONEDNN_MAX_CPU_ISA"] = _SAFE_ISA  # read at oneDNN's first product
+        log.warning("AMX is advertised but does not work: using ONEDNN_MAX_CPU_ISA=%s", _SAFE_ISA)
+        os.environ["ONEDNN_MAX_CPU_ISA"] = _SAFE_ISA  # read at oneDNN's first GEMM
 
 
 @functools.cache
 def _amx_works() -> bool:
-    """The verdict of an earlier process if there is one; a trial takes seconds."""
+    """Return the cached verdict of an earlier process, or run a trial, which takes seconds."""
     path = cache_dir() / f"amx-{_platform_key()}"
     verdict = _read_verdict(path)
     if verdict is None:
@@ -94,9 +96,9 @@ def _amx_works() -> bool:
 
 
 def _platform_key() -> str:
-    """What the verdict depends on: the processor, the kernel (which hands out AMX), and torch."""
+    """Hash what the verdict depends on: the processor, the OS kernel (it enables AMX) and torch."""
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
-    first = _cpu_info().split("\n\n", 1)[0]  # all processors of a machine are alike
+    first = _cpu_info().split("\n\n", 1)[0]  # all processors are the same
     lines = [line for line in first.splitlines() if line.split(":")[0].strip() in wanted]
     parts = [*lines, platform.system(), platform.release(), torch.__version__]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -111,7 +113,7 @@ def _read_verdict(path: Path) -> str | None:
 
 
 def _write_verdict(path: Path, verdict: str) -> None:
-    """Write it whole or not at all; without a cache, the next process tries again."""
+    """Write the verdict atomically; without a writable cache, the next process tries again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -124,8 +126,8 @@ def _write_verdict(path: Path, verdict: str) -> None:
             raise
     except OSError as error:
         log.warning(
-            "the cache folder %s cannot be written (%s), so AMX is tried again at the next start: "
-            "set STOOP_CACHE to a folder that you can write to",
+            "the cache folder %s cannot be written (%s), so the next start tests AMX again: set "
+            "STOOP_CACHE to a writable folder",
             path.parent,
             error,
         )

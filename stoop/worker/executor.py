@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
-from stoop.checkpoint.report import Report
+from stoop.core.report import Report
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape

@@ -1,4 +1,4 @@
-"""Whether a model fits, and how many KV blocks fit beside it."""
+"""Checks that a model fits into memory, and sizes the KV cache."""
 
 import contextlib
 import gc
@@ -22,13 +22,14 @@ from stoop.models.loader import describe_model, module_bytes
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# What the KV cache takes of a CPU's memory unless told otherwise.
+# Default size of the KV cache on a CPU.
 CPU_KV_BYTES = 4 * GIB
 
 LayerState = Tensor | dict[str, Tensor]
 
 
 def describe_states(config: Config, layers: Iterable[StatefulLayer]) -> StateLayout:
+    """Return the layout of the layers' states."""
     return StateLayout(
         states=tuple(layer.state for layer in layers),
         block_size=config.cache.block_size,
@@ -39,7 +40,7 @@ def describe_states(config: Config, layers: Iterable[StatefulLayer]) -> StateLay
 
 
 def _describe_modules(config: Config) -> list[Module]:
-    """The model and its draft head, without memory."""
+    """Build the model and its draft head without allocating memory."""
     found: list[Module] = [describe_model(config.model, config.device)]
     if config.head is not None:
         found.append(describe_head(config.head, config.device))
@@ -47,19 +48,19 @@ def _describe_modules(config: Config) -> list[Module]:
 
 
 def check_room(config: Config) -> None:
-    """Refuse, before anything is loaded, what cannot fit even if nothing else took memory.
+    """Refuse, before anything is loaded, a model that cannot fit into free memory.
 
-    Left to itself, a CPU runs out of memory minutes later, and the system may then end the process
-    without a word.
+    Otherwise a CPU runs out of memory minutes later, and the system may kill the process without a
+    message.
     """
     modules = _describe_modules(config)
     weights = sum(map(module_bytes, modules))
     kv = _least_state_bytes(config, describe_states(config, stateful_layers(*modules)))
     if weights + kv <= _obtainable_bytes(config):
         return
-    gc.collect()  # an engine that was dropped may still hold its memory
+    gc.collect()  # a dropped engine may still hold its memory
     room = _obtainable_bytes(config)
-    here = f"the {room / GIB:.1f} GiB that are free on {config.device.device}"
+    here = f"the {room / GIB:.1f} GiB free on {config.device.device}"
     stored = config.device.weight_dtype
     in_dtype = f"the weights take {weights / GIB:.1f} GiB in {stored}"
     if weights > room:
@@ -75,12 +76,12 @@ def check_room(config: Config) -> None:
 
 
 def weight_bytes(config: Config) -> int:
-    """Of a model and of its head."""
+    """Return the bytes of the weights of a model and its draft head."""
     return sum(map(module_bytes, _describe_modules(config)))
 
 
 def _least_state_bytes(config: Config, layout: StateLayout) -> int:
-    """Recurrent states, and of KV what was asked for, or room for one request."""
+    """Return the bytes of recurrent states plus the given KV cache, or KV for one request."""
     cache, recurrent = config.cache, layout.recurrent_bytes
     if cache.num_blocks is None and cache.kv_cache_memory is not None:
         return cache.kv_cache_memory + recurrent
@@ -89,7 +90,7 @@ def _least_state_bytes(config: Config, layout: StateLayout) -> int:
 
 
 def _obtainable_bytes(config: Config) -> int:
-    """The most that could be had, whatever share of it we may use."""
+    """Return all memory that could be allocated, ignoring gpu_memory_utilization."""
     if config.device.device != "cpu":
         return torch.cuda.mem_get_info(config.device.device)[0]
     found = _meminfo()
@@ -102,12 +103,12 @@ def _obtainable_bytes(config: Config) -> int:
 def allocate_states(
     config: Config, layout: StateLayout, num_blocks: int, kept: Sequence[LayerState] = ()
 ) -> list[LayerState]:
-    """One for each layer: a KV cache, or tensors by slot. Those of `kept` that do not depend on
-    the number of blocks are used again.
+    """Allocate each layer's state: a KV cache, or tensors indexed by slot.
 
-    Of a cache only the null block has contents, zeros, and keeps them for good. The rest is left as
-    it comes: nothing is read before it is written, and a CPU hands out the pages of such a tensor
-    only when they are used. Backends that read masked values get zeros throughout.
+    States in `kept` that do not depend on the number of blocks are reused. In a KV cache only the
+    null block is initialized, with zeros that never change. The other blocks are left
+    uninitialized: they are written before they are read, and a CPU allocates their pages only when
+    they are used. Backends that read masked values get zeros throughout.
     """
     device = config.device.device
     zeroed = backend_traits(config.attention_backend).zeroed_cache
@@ -126,7 +127,7 @@ def allocate_states(
 
 
 def _slot_tensors(layout: StateLayout, state: RecurrentState, device: str) -> dict[str, Tensor]:
-    rows = layout.num_slots + 1  # and the sink
+    rows = layout.num_slots + 1  # plus the sink row
     return {
         name: torch.zeros((rows, *spec.shape), dtype=getattr(torch, spec.dtype), device=device)
         for name, spec in state.slot_tensors(layout.query_len).items()
@@ -134,26 +135,26 @@ def _slot_tensors(layout: StateLayout, state: RecurrentState, device: str) -> di
 
 
 def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) -> int:
-    """Blocks for the memory given, the null block included; refused if a request cannot fit."""
+    """Return the number of KV blocks including the null block; refuse too few for one request."""
     schedule, cache = config.schedule, config.cache
     blocks_per_request = -(-schedule.max_model_len // cache.block_size)
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
-    elif not layout.paged:  # blocks are numbers and nothing else
+    elif not layout.paged:  # blocks take no memory
         num_blocks = 2 * schedule.max_num_seqs * blocks_per_request + 1
     elif cache.kv_cache_memory is not None:
         num_blocks = cache.kv_cache_memory // layout.block_bytes
     else:
         num_blocks = num_bytes_free // layout.block_bytes
         if config.device.device == "cpu":
-            # Twice what all slots can fill leaves the prefix cache plenty.
+            # Twice what all slots can fill leaves enough for the prefix cache.
             useful = 2 * schedule.max_num_seqs * blocks_per_request + 1
             modest = max(CPU_KV_BYTES // layout.block_bytes, blocks_per_request + 1)
             num_blocks = min(num_blocks, useful, modest)
     if num_blocks * layout.block_bytes > num_bytes_free:
         raise MemoryShortage(
             f"a KV cache of {num_blocks * layout.block_bytes / GIB:.1f} GiB is more than the "
-            f"{num_bytes_free / GIB:.1f} GiB that are free here",
+            f"{num_bytes_free / GIB:.1f} GiB of free memory",
             "lower kv_cache_memory or num_kv_blocks",
         )
     if num_blocks - 1 < blocks_per_request:
@@ -174,7 +175,7 @@ def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) ->
 
 
 def free_bytes(config: Config, peak_activation_bytes: int) -> int:
-    """What the share of memory that we may use leaves for KV, weights being loaded."""
+    """Return the memory left for KV after loading weights, within gpu_memory_utilization."""
     share = config.cache.gpu_memory_utilization
     if config.device.device == "cpu":
         return int(_available_host_bytes() * share)
@@ -184,14 +185,14 @@ def free_bytes(config: Config, peak_activation_bytes: int) -> int:
 
 
 def _available_host_bytes() -> int:
-    """Free memory of the machine, or of the container's limit if that is tighter."""
+    """Return the machine's free memory, or the container's if that is less."""
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     machine = _meminfo().get("MemAvailable", half)
     return min(machine, _cgroup_free_bytes() or machine)
 
 
 def _meminfo() -> dict[str, int]:
-    """Bytes by name; empty where the system does not tell."""
+    """Read /proc/meminfo as bytes by name; empty if there is none."""
     found = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -201,7 +202,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _cgroup_free_bytes() -> int | None:
-    """A container's use counts files that were read, whose memory is given back when needed."""
+    """Return the container's free memory, with the page cache as free; None if it has no limit."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()

@@ -1,7 +1,7 @@
-"""From device tensors to a `StepResult`.
+"""Turns a step's device tensors into a `StepResult`.
 
-A step's verdict is copied to the host behind the step, and read when it has landed: the host may
-launch the next step before that.
+A step's verdict is copied to the host asynchronously after the step. The host may launch the next
+step before it reads the copy.
 """
 
 import time
@@ -16,14 +16,14 @@ from stoop.models.base import Model
 from stoop.ops.sampling import score
 from stoop.sampling.verifier import Verdict
 
-# Rows of logits made at once when a whole prompt is scored.
+# Rows of logits computed at a time when a whole prompt is scored.
 PROMPT_SCORE_ROWS = 128
 
 
 class ScoreReader:
-    """Log-probabilities, for the rows that asked, from the hidden states of the step.
+    """Computes log probabilities for the rows that asked, from the hidden states of the step.
 
-    They are made here again from hidden states, outside the phases, so that no graph holds them.
+    The logits are recomputed here, outside the phases, so that no graph contains scoring.
     """
 
     def __init__(self, model: Model, hidden: Tensor, history: Tensor) -> None:
@@ -32,9 +32,10 @@ class ScoreReader:
         self.history = history  # [slots + 1, max_model_len]: tokens by slot
 
     def sampled(self, batch: InputBatch, tokens: list[list[int]]) -> dict[int, list[TokenScores]]:
-        """By place of the row, for those that asked; as rich as the one that asked for most.
+        """Score sampled tokens by row index, for the rows that asked.
 
-        tokens: by row, as many as it yields
+        All rows get as many top tokens as the largest request among them.
+        tokens: the sampled tokens of each row
         """
         asked = {
             place: row.rules.params.logprobs
@@ -43,7 +44,7 @@ class ScoreReader:
         }
         if not asked:
             return {}
-        # The token behind a row's newest one is scored there, the next ones behind its drafts.
+        # A row's newest token predicts the first sampled token, its drafts the following ones.
         first = batch.last_token_indices.tolist()
         where = [first[place] + j for place in asked for j in range(len(tokens[place]))]
         chosen = [token for place in asked for token in tokens[place]]
@@ -57,9 +58,9 @@ class ScoreReader:
         return torch.tensor(token_ids, device=self.hidden.device)
 
     def prompt(self, row: PlannedRow, first_token: int) -> list[TokenScores]:
-        """Scores of the prompt tokens that a chunk predicts: position p scores token p + 1.
+        """Score the prompt tokens that a chunk predicts: position p scores token p + 1.
 
-        first_token: the row's first token in the batch
+        first_token: index of the row's first token in the batch
         """
         asked = row.rules.params.prompt_logprobs
         count = min(row.num_tokens, row.num_prompt_tokens - 1 - row.num_computed)
@@ -81,70 +82,72 @@ class ScoreReader:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A step's verdict on its way to the host, while later steps write over the device's."""
+class StepOutput:
+    """A host copy of a step's verdict; later steps overwrite the verdict on the device."""
 
     host: Verdict
-    landed: torch.cuda.Event | None  # None: it is there
-    ring: "OutcomeRing"
+    landed: torch.cuda.Event | None  # recorded after the copy; None on a CPU
+    ring: "OutputRing"
 
     def wait(self) -> None:
-        """This is where the loop waits for the device. (Scores are waited for apart, and a backend
-        that plans on the host waits for lengths.)"""
+        """Wait for the copy. This is where the engine loop waits for the device.
+
+        Reading scores also waits, and so does an attention backend that plans on the host.
+        """
         if self.landed is not None:
             started = time.perf_counter()
             self.landed.synchronize()
             self.ring.waited += time.perf_counter() - started
 
     def release(self) -> None:
-        """It has been read: the next may have its place."""
+        """Return the buffer to the ring after reading it."""
         self.ring.free.append(self)
 
 
-class OutcomeRing:
-    """Pinned places for as many outcomes as may be under way.
+class OutputRing:
+    """Pinned host buffers for the outputs of all steps in flight.
 
-    One whose launch failed, or whose reading did, never comes back: another takes its place, since
-    those of the steps around it are still to be read.
+    A buffer is lost if its launch or its reading fails. `send` then allocates a new one, since the
+    other buffers may still be unread.
     """
 
     def __init__(self, verdict: Verdict, size: int) -> None:
         self.verdict = verdict
-        self.waited = 0.0  # seconds that the host has waited for outcomes
+        self.waited = 0.0  # total seconds that the host waited for outputs
         self.free = [self._make() for _ in range(size)]
 
-    def _make(self) -> Outcome:
+    def _make(self) -> StepOutput:
         packed, max_reqs = self.verdict.packed, self.verdict.num_tokens.shape[0]
         cuda = packed.device.type == "cuda"
         host = torch.zeros(packed.shape, dtype=packed.dtype, pin_memory=cuda)
-        return Outcome(Verdict.of(host, max_reqs), torch.cuda.Event() if cuda else None, self)
+        return StepOutput(Verdict.of(host, max_reqs), torch.cuda.Event() if cuda else None, self)
 
-    def send(self) -> Outcome:
-        """Start the copy of what the step that was launched last will have found."""
-        outcome = self.free.pop() if self.free else self._make()
-        outcome.host.packed.copy_(self.verdict.packed, non_blocking=True)
-        if outcome.landed is not None:
-            outcome.landed.record()
-        return outcome
+    def send(self) -> StepOutput:
+        """Start copying the verdict of the step launched last."""
+        output = self.free.pop() if self.free else self._make()
+        output.host.packed.copy_(self.verdict.packed, non_blocking=True)
+        if output.landed is not None:
+            output.landed.record()
+        return output
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device has been given. `result` may be asked for once, in order."""
+    """A step in flight. Call `result` once, in launch order."""
 
     index: int
     batch: InputBatch
-    outcome: Outcome
+    output: StepOutput
     reader: ScoreReader
     wants_scores: bool  # hidden states must stay as they are until the result is read
 
     def result(self) -> StepResult:
-        self.outcome.wait()
-        batch, host = self.batch, self.outcome.host
+        self.output.wait()
+        batch, host = self.batch, self.output.host
         counts = host.num_tokens[: batch.num_reqs].tolist()
         token_ids = host.token_ids[: batch.num_reqs].tolist()
         num_drafts = host.num_drafts[: batch.num_reqs].tolist()
-        self.outcome.release()
+        self.output.release()
         found = zip(batch.plan_rows, token_ids, counts, num_drafts, strict=True)
         rows = [
             RowResult(row.request_id, row.epoch, tokens[:count], drafts)
@@ -155,7 +158,7 @@ class LaunchedStep:
         return StepResult(self.index, rows)
 
     def _add_scores(self, rows: list[RowResult]) -> None:
-        """Of sampled tokens and of prompts."""
+        """Add the scores of sampled tokens and of prompts."""
         planned = self.batch.plan_rows
         sampled = self.reader.sampled(self.batch, [row.token_ids for row in rows])
         for place, found in sampled.items():
@@ -169,7 +172,7 @@ class LaunchedStep:
 
 
 def _cut(scores: TokenScores, num_best: int) -> TokenScores:
-    """What this row asked for; the batch was scored for the row that asked for most."""
+    """Keep as many top tokens as this row asked for."""
     return TokenScores(
         scores.token_ids[: 1 + num_best], scores.logprobs[: 1 + num_best], scores.rank
     )

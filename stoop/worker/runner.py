@@ -10,8 +10,8 @@ from torch import Tensor
 from stoop.attention.base import AttentionSetup
 from stoop.attention.registry import make_backend, make_draft_backend
 from stoop.batch.staging import StagedWrites
-from stoop.checkpoint.report import Report
 from stoop.config.schema import Config
+from stoop.core.report import Report
 from stoop.core.step import PlannedRow, StepPlan, StepResult
 from stoop.graph.buffers import Buffer
 from stoop.graph.cuda import CudaGraphBackend
@@ -38,7 +38,7 @@ from stoop.worker.memory import (
     describe_states,
     free_bytes,
 )
-from stoop.worker.output import LaunchedStep, Outcome, OutcomeRing, ScoreReader
+from stoop.worker.output import LaunchedStep, OutputRing, ScoreReader, StepOutput
 from stoop.worker.phases import step_phases
 from stoop.worker.profiling import follow_measured_products, measure_work_bytes
 from stoop.worker.sanitized import StepSanitizer
@@ -101,7 +101,7 @@ class ModelRunner:
             self.executor.watch = self.sanitizer
         self.executor.capture(report)
         self.staged = StagedWrites(self.device)
-        self.outcomes = OutcomeRing(self.target.verdict, config.schedule.run_ahead + 1)
+        self.outputs = OutputRing(self.target.verdict, config.schedule.run_ahead + 1)
         tokens = self.target.state.tensors.token_ids
         self.score_reader = ScoreReader(self.model, self.target.hidden, tokens)
         self.drafting = True  # whether steps make drafts; all do, unless the engine sees no gain
@@ -178,8 +178,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Hand a step to the device; nothing here waits for it. Results are read in order."""
         step = self.prepare(plan)
-        outcome = self.run(step)
-        return LaunchedStep(plan.index, step.batch, outcome, self.score_reader, step.wants_scores)
+        output = self.run(step)
+        return LaunchedStep(plan.index, step.batch, output, self.score_reader, step.wants_scores)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
@@ -227,17 +227,17 @@ class ModelRunner:
         self._dispatched = _Dispatched(key, needs, descriptor, query_len, wants_scores)
         return self._dispatched
 
-    def run(self, step: Step) -> Outcome:
+    def run(self, step: Step) -> StepOutput:
         """The phases, by graphs where there are some. What the step yields is sent to the host
         before drafts for the next one are made, unless one graph does both."""
         if self.sanitizer is not None and self.executor.replays(step):
             self.sanitizer.run(step)
-            return self.outcomes.send()
-        sent: list[tuple[Outcome, float]] = []
-        self.executor.run(step, lambda: sent.append((self.outcomes.send(), time.perf_counter())))
-        ((outcome, since),) = sent
+            return self.outputs.send()
+        sent: list[tuple[StepOutput, float]] = []
+        self.executor.run(step, lambda: sent.append((self.outputs.send(), time.perf_counter())))
+        ((output, since),) = sent
         self.draft_seconds = time.perf_counter() - since
-        return outcome
+        return output
 
 
 def _load_draft_model(config: Config, target: Model, report: Report | None) -> DraftModel | None:

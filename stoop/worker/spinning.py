@@ -1,17 +1,17 @@
 """CPU threads that spin while the cores are free and sleep while other programs need them.
 
-A step on a CPU has over a hundred parallel regions. At the end of each, OpenMP's threads wait for
-one another. Spinning, as libgomp does for some milliseconds, is the fastest way on idle cores: a
-step of SmolLM2 takes a quarter less time than with sleeping threads. But where another program
-has a core, spinning threads keep the one that they wait for from running, and a step takes ten
-times as long.
+A step on a CPU has over a hundred parallel regions, and OpenMP's threads wait for each other at the
+end of each. On idle cores, spinning (libgomp's default for some milliseconds) is fastest: a step of
+SmolLM2 takes a quarter less time than with sleeping threads. But if another program occupies a
+core, the spinning threads keep the one they wait for from running, and a step takes ten times as
+long.
 
-So threads sleep at first. They spin once the stepping thread has hardly waited for a core for a
-while, and sleep again when it does. libgomp has no call to choose; it stops spinning, though, while
-it manages more threads than there are cores. A second team of threads that do nothing brings that
-about, and ending it takes it back.
+So threads sleep at first. They start to spin once the stepping thread has hardly waited for a core
+for a while, and sleep again when it does. libgomp has no call for this, but it stops spinning while
+it manages more threads than there are cores. Creating a second team of idle threads has that
+effect; ending the team undoes it.
 
-`OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment decide instead, where they are set.
+`OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment take precedence.
 """
 
 import ctypes
@@ -25,17 +25,17 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-WINDOW_SECONDS = 0.3  # over which waiting is measured
-MIN_STEPS = 4  # in a window, unless they take
+WINDOW_SECONDS = 0.3  # minimum window over which waiting is measured
+MIN_STEPS = 4  # minimum steps per window, unless it lasts LONG_WINDOW_SECONDS
 LONG_WINDOW_SECONDS = 1.0
-BUSY_SHARE = 0.05  # of a window spent waiting for a core: others need it
-IDLE_SHARE = 0.01
-FIRST_PAUSE = 2.0  # seconds of sleeping before the next try to spin; doubled at every failure
+BUSY_SHARE = 0.05  # waiting for a core for a larger share: other programs need the cores
+IDLE_SHARE = 0.01  # waiting for a smaller share: the cores are idle
+FIRST_PAUSE = 2.0  # seconds of sleeping before the next try to spin; doubles at every failure
 LONGEST_PAUSE = 60.0
 
 
 class IdleTeam:
-    """A team of OpenMP threads, one more than there are cores, that sleeps until it is ended."""
+    """A team of OpenMP threads, one more than there are cores, that sleeps until `end`."""
 
     def __init__(self, libgomp: Any) -> None:
         self._libgomp = libgomp
@@ -46,7 +46,7 @@ class IdleTeam:
         self._ready.wait()
 
     def _run(self) -> None:
-        # Any function that takes no time will do. The team lives as long as this thread.
+        # Any cheap function works. The team lives as long as this thread.
         nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
         self._libgomp.GOMP_parallel(nothing, None, num_cores() + 1, 0)
         self._ready.set()
@@ -58,12 +58,12 @@ class IdleTeam:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def find_libgomp() -> Any | None:
-    """The OpenMP library that torch has loaded, if it is libgomp."""
+    """Return the OpenMP library that torch has loaded, if it is libgomp."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -83,7 +83,7 @@ def find_libgomp() -> Any | None:
 
 
 def seconds_waited() -> float | None:
-    """How long this thread has waited for a core so far; None if the system does not say."""
+    """Return how long this thread has waited for a core so far; None if unknown."""
     try:
         fields = Path("/proc/thread-self/schedstat").read_text().split()
         return int(fields[1]) / 1e9
@@ -105,9 +105,9 @@ class SpinControl:
         self._clock = clock
         self._team: Any = make_team()
         self._pause = FIRST_PAUSE
-        self._spin_after = 0.0  # not before this time
+        self._spin_after = 0.0  # earliest time to spin
         self._told = False
-        self.busy = False  # whether other programs needed the cores in the last window
+        self.busy = False  # other programs needed the cores in the last window
         self._begin()
 
     @property
@@ -115,13 +115,13 @@ class SpinControl:
         return self._team is None
 
     def _begin(self) -> None:
-        """A new window, of the thread that calls."""
+        """Start a new window for the calling thread."""
         self._thread = threading.get_ident()
         self._started, self._num_steps = self._clock(), 0
         self._waited_before = self._waited() or 0.0
 
     def note_step(self) -> None:
-        """After every step, by the thread that made it."""
+        """Count a step. The stepping thread calls this after every step."""
         self._num_steps += 1
         now = self._clock()
         passed = now - self._started
@@ -146,7 +146,7 @@ class SpinControl:
             self._team.end()
             self._team = None
         elif self.spins and now >= self._spin_after + LONGEST_PAUSE:
-            self._pause = FIRST_PAUSE  # it has been quiet for a while
+            self._pause = FIRST_PAUSE  # the cores have been idle for a while
 
     def _tell(self) -> None:
         if not self._told:
@@ -157,12 +157,12 @@ class SpinControl:
             self._told = True
 
 
-_control: SpinControl | None = None  # of the process: libgomp has one count of threads
+_control: SpinControl | None = None  # one per process, like libgomp's thread count
 _lock = threading.Lock()
 
 
 def share_cores() -> SpinControl | None:
-    """The process's control, made at the first call; None where there is nothing to decide."""
+    """Return the process's control, created at the first call; None if it has no effect here."""
     global _control
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return None

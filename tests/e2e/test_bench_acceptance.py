@@ -115,7 +115,7 @@ def test_a_model_without_a_chat_template_needs_raw(
     [
         ([], "needs a drafter"),
         (["-sc", "none"], "needs a drafter"),
-        (["-sc", NGRAM], "no questions: give --questions"),
+        (["-sc", NGRAM], "no questions were given: add --questions"),
         (["-sc", NGRAM, "--questions", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["-sc", NGRAM, "--questions", "EMPTY"], "is empty"),
         (["-sc", NGRAM, "--questions", "LONG"], "no room for its answer"),

@@ -32,7 +32,7 @@ def shown(*args: str, width: int) -> str:
 
 
 def option_names(command: Any) -> set[str]:
-    options = [p for p in command.params if p.param_type_name == "option"]
+    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     return {"-h", "--help"}.union(*(({*p.opts, *p.secondary_opts}) for p in options))
 
 
@@ -41,6 +41,14 @@ def test_there_are_commands_to_look_at() -> None:
     assert {"", "generate", "chat", "pull", "check", "compare", "tune", "bench"} <= paths
     assert {"bench step", "bench throughput", "train-draft"} <= paths
     assert "--speculative-config" in option_names(COMMANDS["generate",])
+
+
+def test_chat_does_not_list_what_it_refuses() -> None:
+    refused = {"-n", "--logprobs"}
+    words = {name: set(shown(name, width=80).split()) for name in ("chat", "generate")}
+    assert refused <= words["generate"] and not refused & words["chat"]
+    hidden = {" ".join(path): p.opts for path, c in COMMANDS.items() for p in c.params if p.hidden}
+    assert set(hidden) == {"chat"}
 
 
 @pytest.mark.parametrize("width", [1, 40, 60, 80, 100, 250])

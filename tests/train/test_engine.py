@@ -133,7 +133,7 @@ def test_both_layouts_are_the_same_head(trained: Job) -> None:
 
 def test_what_is_written_beside_the_weights(trained: Job) -> None:
     card = (trained.out / "head" / "README.md").read_text()
-    assert "stoop train-draft" in card and "184 answers" in card and "tokens a step" in card
+    assert "stoop train-draft" in card and "184 answers" in card and "tokens per step" in card
     config = json.loads((trained.out / "head-speculators" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == trained.target
     assert config["norm_before_residual"] is False

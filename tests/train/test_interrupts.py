@@ -237,7 +237,7 @@ def test_a_first_save_that_is_interrupted_leaves_no_checkpoint(
 ) -> None:
     interrupting(monkeypatch, trainer, "make_lesson", 2)
     half_saved(monkeypatch, 1)
-    with pytest.raises(KeyboardInterrupt, match="step 1 was not saved, nor was one before"):
+    with pytest.raises(KeyboardInterrupt, match="step 1 was not saved, nor was an earlier one"):
         run_train(job)
     assert not list(job.train.glob("checkpoint*"))
 
@@ -417,7 +417,7 @@ def test_workers_keep_their_answers_on_ctrl_c(
     flags = ("--workers", "2", "--answers", "400", "--max-num-seqs", "4", "--stage", "data")
     process = start(text_model, out, prompts, *flags)
     lines = interrupted_at(
-        process, r"^answering: [1-9]", r"^\[0\] .* to make", r"^\[1\] .* to make"
+        process, r"^answering: [1-9]", r"^\[0\] .* to generate", r"^\[1\] .* to generate"
     )
     found = re.fullmatch(r"data: interrupted, keeping ([\d,]+) answers; run .*", lines[-1])
     assert found is not None, lines

@@ -200,7 +200,10 @@ def test_data_without_a_record_is_used_and_recorded(target: Path, out: Path) -> 
             run_data(make_job(target, out, change), prompts)
     said: list[str] = []
     run_data(replace(make_job(target, out, {}), say=said.append), prompts)
-    assert any("does not record the options that made it" in line for line in said)
+    assert any(
+        "does not record its options; assuming that they are those of this command" in line
+        for line in said
+    )
     assert documents(out / "data") == before
     with pytest.raises(ConfigError, match="--max-answer 12, and --max-answer 24"):
         run_data(make_job(target, out, {"max_answer": 24}), prompts)

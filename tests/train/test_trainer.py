@@ -131,9 +131,9 @@ def other_weights(job: Job) -> Job:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (other_data, "trained on other data than there is now.*--fresh"),
+        (other_data, "trained on data that has changed since.*--fresh"),
         (in_float32, "with --dtype float64, not with --dtype float32.*--fresh"),
-        (other_weights, "for another target.*--fresh"),
+        (other_weights, "for a different target.*--fresh"),
     ],
 )
 def test_a_checkpoint_of_other_things_is_refused(
@@ -154,7 +154,9 @@ def test_a_run_may_be_made_longer_and_says_so(job: Job) -> None:
     assert run_train(replace(changed(job, steps=8), say=lines.append))
     assert checkpoint(job)["step"] == 8
     (line,) = [line for line in lines if "learning rate" in line]
-    assert line.startswith("training: 8 steps now, 6 when the checkpoint was made: from step 6 on")
+    assert line.startswith(
+        "training: 8 steps now, 6 when the checkpoint was saved; from step 6 the"
+    )
 
 
 def test_a_run_is_not_made_shorter_than_it_is(job: Job) -> None:

@@ -83,9 +83,9 @@ def test_losses_and_gradients_are_those_of_the_naive_passes(
 SHIFTS = {
     "token late": ("roll(-1 - number)", "roll(-number)"),
     "token early": ("roll(-1 - number)", "roll(-2 - number)"),
-    "label late": ("label_of[slots + 1 + number]", "label_of[slots + number]"),
-    "label early": ("label_of[slots + 1 + number]", "label_of[slots + 2 + number]"),
-    "position of the slot": ("pack.positions + number", "pack.positions"),
+    "label late": ("label_of[anchors + 1 + number]", "label_of[anchors + number]"),
+    "label early": ("label_of[anchors + 1 + number]", "label_of[anchors + 2 + number]"),
+    "position of the anchor": ("pack.positions + number", "pack.positions"),
     "true features in later passes": ("states, features = head", "states, _ = head"),
 }
 
@@ -103,7 +103,7 @@ PATTERNS = {
     "own keys forgotten": ("q, *kept)", "q, *kept[:2])"),
     "context of the newest pass": ("q, *kept)", "q, *kept[-2:], *kept[2:])"),
     "own key not among them": ("q, *kept)", "q, *(kept[:-2] or kept))"),
-    "a slot sees what follows": ("seen = distance >= 0", "seen = distance >= -1"),
+    "an anchor sees what follows": ("seen = distance >= 0", "seen = distance >= -1"),
     "not itself": ("seen = distance >= 0", "seen = (distance > 0) | (place == 0)"),
 }
 
@@ -135,13 +135,13 @@ def test_a_pack_is_its_documents_one_at_a_time(model: DecoderModel) -> None:
     assert torch.equal(unroll.unroll(head, lesson).accepted, torch.cat(accepted))
 
 
-def test_slots_that_learn() -> None:
+def test_anchors_that_are_trained() -> None:
     """The picture of packing.py: a prompt of 2 tokens and an answer of 4."""
     pack = make_pack([np.arange(6)], np.array([2]), 3, CPU)
-    assert [each.tolist() for each in pack.slots] == [[1, 2, 3], [1, 2], [1]]
+    assert [each.tolist() for each in pack.anchors] == [[1, 2, 3], [1, 2], [1]]
     assert pack.label_places.tolist() == [2, 3, 4]
     with_prompts = make_pack([np.arange(6)], np.array([0]), 1, CPU)
-    assert with_prompts.slots[0].tolist() == [0, 1, 2, 3]
+    assert with_prompts.anchors[0].tolist() == [0, 1, 2, 3]
     assert with_prompts.label_places.tolist() == [1, 2, 3, 4]
 
 

@@ -108,7 +108,7 @@ def test_an_unwritable_cache_costs_a_trial_only(
     harm(monkeypatch, tmp_path / "cache")
     trials.status = 1
     assert prepare_in_new_process() == device._SAFE_ISA
-    assert "set STOOP_CACHE to a folder that you can write to" in caplog.text
+    assert "set STOOP_CACHE to a writable folder" in caplog.text
     if (tmp_path / "cache").is_dir():
         assert list((tmp_path / "cache").iterdir()) == []
     device.os.environ.pop("ONEDNN_MAX_CPU_ISA")

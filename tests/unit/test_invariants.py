@@ -21,7 +21,7 @@ from stoop.batch.staging import StagedWrites
 from stoop.core.request import Request
 from stoop.core.step import Admission, BlockAppend
 from stoop.sampling.verifier import Verdict
-from stoop.worker.output import Outcome, OutcomeRing
+from stoop.worker.output import OutputRing, StepOutput
 from stoop.worker.profiling import run_dummy_step
 from support.engines import generate_ids
 from support.scheduling import GREEDY, make_request, make_rules
@@ -268,20 +268,20 @@ def test_invariant_18_each_step_stages_from_arrays_of_its_own(
 def test_invariant_18_an_outcome_is_not_written_over_before_it_is_read() -> None:
     """Not even if a launch failed behind its copy, and nobody will read that one."""
     verdict = Verdict.make(2, 3, torch.device("cpu"))
-    ring = OutcomeRing(verdict, 2)
-    under_way: deque[tuple[int, Outcome]] = deque()
+    ring = OutputRing(verdict, 2)
+    in_flight: deque[tuple[int, StepOutput]] = deque()
     places = set()
     for step in range(40):
-        if len(under_way) == 2:
-            number, outcome = under_way.popleft()
-            outcome.wait()
-            assert outcome.host.packed.tolist() == [number] * 10
-            outcome.release()
+        if len(in_flight) == 2:
+            number, output = in_flight.popleft()
+            output.wait()
+            assert output.host.packed.tolist() == [number] * 10
+            output.release()
         verdict.packed.fill_(step)
-        outcome = ring.send()
-        places.add(outcome.host.packed.data_ptr())
+        output = ring.send()
+        places.add(output.host.packed.data_ptr())
         if step % 7:  # else it is lost
-            under_way.append((step, outcome))
+            in_flight.append((step, output))
     assert len(places) <= 2 + 6
 
 

@@ -72,7 +72,7 @@ def test_what_is_cached_is_listed_with_sizes(caches: Path, converted: str, lefto
         ["org/name", "6", "MB", "hub"],
     ]
     assert lines[0].split() == ["NAME", "SIZE", "PLACE"]
-    assert lines[-1].startswith("9 MB in all") or lines[-1].startswith("10 MB in all")
+    assert lines[-1].startswith("9 MB in total") or lines[-1].startswith("10 MB in total")
 
 
 def test_a_damaged_folder_and_one_that_is_being_made_are_marked(
@@ -115,7 +115,7 @@ def test_one_model_is_removed_and_the_others_stay(
 ) -> None:
     put_into_cache(caches / "hub", {"config.json": b"{}"})
     (caches / "hub" / ".locks" / "models--org--name").mkdir(parents=True)
-    assert stoop("rm", converted, "--yes").output == f"{converted} is removed (1 MB)\n"
+    assert stoop("rm", converted, "--yes").output == f"removed {converted} (1 MB)\n"
     assert [model.name for model in inventory.list_models()] == ["killed", "org/name"]
     assert stoop("rm", "org/name", "killed", "-y").exit_code == 0
     assert inventory.list_models() == [] and not leftover.exists()

@@ -1,11 +1,11 @@
-"""matplotlib, where it is installed: pictures are left out where it is not."""
+"""Optional matplotlib: without it, plots are skipped."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def find_pyplot(what: str, say: Callable[[str], None]) -> Any:
-    """The module, drawing into files; None, with a line that says that `what` is left out."""
+    """Import pyplot, set up to draw into files. Without matplotlib, say so and return None."""
     try:
         import matplotlib
     except ImportError:
