@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stoop.checkpoint.gguf_config import build_generation_config, token_ids
-from stoop.checkpoint.gguf_file import MAX_SHOWN, GGUFFile, GGUFTensor
+from stoop.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from stoop.checkpoint.gguf_layout import GGUFContents, GGUFLayout, ModelFields, find_layout
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from stoop.checkpoint.report import Report, quiet
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,6 @@ MAX_DIMENSIONS = 4  # as in llama.cpp
 # The least bytes of a field (key length, type, value) and of a tensor's header in a file.
 MIN_FIELD_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
-MAX_SHOWN = 80  # characters of a name in an error message
 STRING_TYPE = 8
 ARRAY_TYPE = 9
 # GGUF value type -> struct format, little-endian.

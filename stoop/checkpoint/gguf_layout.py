@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stoop.checkpoint.gguf_file import MAX_SHOWN
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 
 class ModelFields:

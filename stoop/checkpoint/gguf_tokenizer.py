@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from stoop.checkpoint.gguf_file import MAX_SHOWN
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 if TYPE_CHECKING:
     import tokenizers

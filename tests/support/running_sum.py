@@ -18,7 +18,7 @@ from stoop.core.state import RecurrentState, TensorSpec
 from stoop.core.step import Admission
 from stoop.graph.buffers import Buffer, Extent, Lifetime
 from stoop.layers.stateful import ForwardContext, StatefulLayer
-from stoop.layers.weights import WeightSlot, empty_parameter, prefixed
+from stoop.layers.weights import WeightView, empty_parameter, prefixed, vector_view
 from stoop.model_state.base import Metadata, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
 from stoop.models.llama import DecoderLayer, DecoderModel
@@ -70,8 +70,8 @@ class RunningSum(StatefulLayer):
     def empty_output(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("weight", self.weight.data)
+    def weight_views(self) -> Iterator[WeightView]:
+        yield vector_view("weight", self.weight)
 
 
 @register(
@@ -164,9 +164,9 @@ class SummingLayer(DecoderLayer):
         stream = super().forward(stream, rotation, ctx, keep)
         return stream + self.running.weight * ctx.run(self.running, stream)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from super().weight_slots()
-        yield from prefixed("running", self.running.weight_slots())
+    def weight_views(self) -> Iterator[WeightView]:
+        yield from super().weight_views()
+        yield from prefixed("running", self.running.weight_views())
 
 
 class RunningSumModel(DecoderModel):

@@ -382,7 +382,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
     head = load(tmp_path, EAGLE1, report=lambda *line: told.append(line))
     total = sum(parameter.numel() for parameter in head.parameters())
     assert told[-1] == ("loading weights", total, total)
-    assert len(told) == len(list(head.weight_slots()))
+    assert len(told) == len(list(head.weight_views()))
 
 
 def log_line(caplog: pytest.LogCaptureFixture) -> str:

@@ -18,7 +18,7 @@ from stoop.ops.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from stoop.ops.kernels.linear_choice import Tiling
+from stoop.ops.kernels.linear_choice import GemmTiling
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -85,7 +85,7 @@ def _gated_kernel(
 
 
 def launch_gated(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiling: Tiling
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiling: GemmTiling
 ) -> None:
     """out = silu(gate) * up of x @ weight.T + bias, all contiguous
 

@@ -25,7 +25,7 @@ from stoop.ops.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from stoop.ops.kernels.linear_choice import Kind, LinearShape, Tiling, tiling_for
+from stoop.ops.kernels.linear_choice import GemmTiling, Kind, LinearShape, tiling_for
 from stoop.ops.kernels.norm import rms_norm
 from stoop.ops.library import register
 
@@ -239,7 +239,7 @@ def launch(
     x: Tensor,
     weight: Tensor,
     out: Tensor,
-    tiling: Tiling,
+    tiling: GemmTiling,
     *,
     bias: Tensor | None = None,
     norm: tuple[Tensor | None, float] = (None, 0.0),
@@ -296,7 +296,7 @@ def _ahead(weight: Tensor, rows: int, grid: tuple[int, int], whole: bool) -> tup
     return min(row_bytes, AHEAD_BYTES // rows), 0
 
 
-def _tiling(kind: Kind, x: Tensor, weight: Tensor) -> Tiling:
+def _tiling(kind: Kind, x: Tensor, weight: Tensor) -> GemmTiling:
     return tiling_for(LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype), x.shape[0])
 
 

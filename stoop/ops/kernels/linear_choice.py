@@ -41,7 +41,7 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class GemmTiling:
     """How a product is cut.
 
     rows: of the weight a program, of which half are gates where there are any
@@ -71,7 +71,7 @@ class Tiling:
         return self.block_t(num_tokens) <= MAX_NORMED
 
 
-Decision = Tiling | None  # None: cuBLAS, with norm and activation as kernels of their own
+Decision = GemmTiling | None  # None: cuBLAS, with norm and activation as kernels of their own
 _decisions: dict[tuple[LinearShape, int], Decision] = {}
 _recorded: dict[LinearShape, None] | None = None
 
@@ -124,12 +124,12 @@ def install(decisions: Mapping[tuple[LinearShape, int], Decision]) -> None:
         _decisions.setdefault(key, decision)
 
 
-def tiling_for(shape: LinearShape, num_tokens: int) -> Tiling:
+def tiling_for(shape: LinearShape, num_tokens: int) -> GemmTiling:
     """Also of shapes that cuBLAS is to serve, for whoever asks for our kernel by name."""
     return decide(shape, num_tokens) or ANYWHERE
 
 
-ANYWHERE = Tiling(32, 1, 64, 1, 4)  # fits all shapes; good for few
+ANYWHERE = GemmTiling(32, 1, 64, 1, 4)  # fits all shapes; good for few
 
 
 def default(shape: LinearShape, bucket: int) -> Decision:
@@ -148,7 +148,7 @@ def _gated_of_many(shape: LinearShape, bucket: int) -> Decision:
     places = -(-num_programs // H200_PROCESSORS) * H200_PROCESSORS
     if shape.num_inputs < 2048 or num_programs < 0.8 * places:
         return None
-    return Tiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
+    return GemmTiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
 
 
 _ANY = 2**31
@@ -157,39 +157,39 @@ _NORMS = ("norm", "gated")
 _PLAIN = ("linear", "add", "logits")
 _RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] = (
     # kinds, tokens, at most so many inputs and outputs: a tiling
-    (("norm",), (1,), 1024, _ANY, Tiling(8, 1, 1024, 4, dot=False)),
-    ((*_PLAIN, "gated"), (1,), 1024, 2**14, Tiling(4, 1, 1024, 4, dot=False)),
-    ((*_PLAIN, "gated"), (1,), 1024, _ANY, Tiling(8, 1, 1024, 4, dot=False)),
-    (_NORMS, (1,), _ANY, _ANY, Tiling(8, 1, 2048, 8, dot=False)),
-    (_PLAIN, (1,), _ANY, _ANY, Tiling(2, 1, 2048, 8, dot=False)),
+    (("norm",), (1,), 1024, _ANY, GemmTiling(8, 1, 1024, 4, dot=False)),
+    ((*_PLAIN, "gated"), (1,), 1024, 2**14, GemmTiling(4, 1, 1024, 4, dot=False)),
+    ((*_PLAIN, "gated"), (1,), 1024, _ANY, GemmTiling(8, 1, 1024, 4, dot=False)),
+    (_NORMS, (1,), _ANY, _ANY, GemmTiling(8, 1, 2048, 8, dot=False)),
+    (_PLAIN, (1,), _ANY, _ANY, GemmTiling(2, 1, 2048, 8, dot=False)),
     # Small models. Theirs are bound by latency: what is read more than once comes out of a cache.
-    (("norm",), (16, 32), 1024, 1024, Tiling(16, 4, 256, 4, tokens=8)),
-    (("norm",), (64,), 1024, 1024, Tiling(16, 4, 256, 4, tokens=16)),
-    (("norm",), (128,), 1024, 1024, Tiling(32, 1, 64, 1, 5, tokens=16)),
-    (("gated",), (32,), 1024, 4096, Tiling(32, 4, 256, 4, tokens=16)),
-    (("gated",), (64,), 1024, 4096, Tiling(32, 1, 64, 1, 5, tokens=16)),
-    (_PLAIN, (16,), 1024, 640, Tiling(16, 4, 256, 4, tokens=8)),
-    (_PLAIN, (32, 64), 1024, 640, Tiling(32, 4, 256, 4, tokens=16)),
-    (_PLAIN, (16,), 2047, 640, Tiling(16, 4, 128, 4, 4, tokens=8)),
-    (_PLAIN, (64,), 2047, 640, Tiling(16, 4, 128, 4, 4, tokens=16)),
-    (_PLAIN, (4, 8), 1024, 640, Tiling(8, 4, 256, 4)),
-    ((*_PLAIN, "norm"), (4, 8, 16, 32), 1024, 2**14, Tiling(16, 4, 256, 4)),
-    (("gated",), (4, 8), 1024, _ANY, Tiling(32, 4, 256, 4)),
-    (("gated",), (16,), 1024, _ANY, Tiling(32, 1, 64, 1, 5)),
-    (_PLAIN, (4, 8), 1024, _ANY, Tiling(16, 1, 64, 1, 5)),
-    (_PLAIN, (16, 32), 1024, _ANY, Tiling(64, 1, 64, 1, 4)),
-    (_PLAIN, (4, 8, 16, 32), 2047, 2**14, Tiling(16, 4, 128, 4, 4)),
+    (("norm",), (16, 32), 1024, 1024, GemmTiling(16, 4, 256, 4, tokens=8)),
+    (("norm",), (64,), 1024, 1024, GemmTiling(16, 4, 256, 4, tokens=16)),
+    (("norm",), (128,), 1024, 1024, GemmTiling(32, 1, 64, 1, 5, tokens=16)),
+    (("gated",), (32,), 1024, 4096, GemmTiling(32, 4, 256, 4, tokens=16)),
+    (("gated",), (64,), 1024, 4096, GemmTiling(32, 1, 64, 1, 5, tokens=16)),
+    (_PLAIN, (16,), 1024, 640, GemmTiling(16, 4, 256, 4, tokens=8)),
+    (_PLAIN, (32, 64), 1024, 640, GemmTiling(32, 4, 256, 4, tokens=16)),
+    (_PLAIN, (16,), 2047, 640, GemmTiling(16, 4, 128, 4, 4, tokens=8)),
+    (_PLAIN, (64,), 2047, 640, GemmTiling(16, 4, 128, 4, 4, tokens=16)),
+    (_PLAIN, (4, 8), 1024, 640, GemmTiling(8, 4, 256, 4)),
+    ((*_PLAIN, "norm"), (4, 8, 16, 32), 1024, 2**14, GemmTiling(16, 4, 256, 4)),
+    (("gated",), (4, 8), 1024, _ANY, GemmTiling(32, 4, 256, 4)),
+    (("gated",), (16,), 1024, _ANY, GemmTiling(32, 1, 64, 1, 5)),
+    (_PLAIN, (4, 8), 1024, _ANY, GemmTiling(16, 1, 64, 1, 5)),
+    (_PLAIN, (16, 32), 1024, _ANY, GemmTiling(64, 1, 64, 1, 4)),
+    (_PLAIN, (4, 8, 16, 32), 2047, 2**14, GemmTiling(16, 4, 128, 4, 4)),
     # Large ones.
-    (("gated",), (4, 8), _ANY, _ANY, Tiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)),
-    (("norm",), (4, 8), _ANY, 4096, Tiling(32, 2, 128, 2, 4, WITH_LAST_LOADS)),
-    (("norm",), (4, 8), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
-    (_PLAIN, (4, 8), _ANY, 2048, Tiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)),
-    (_PLAIN, (4, 8), _ANY, 4096, Tiling(32, 4, 128, 4, 4)),
-    (_PLAIN, (4, 8), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
-    (_PLAIN, (16, 32), _ANY, 2048, Tiling(16, 4, 128, 4, 5)),
-    (("add",), (16,), _ANY, _ANY, Tiling(16, 4, 128, 4, 5)),
-    (("add",), (32,), _ANY, _ANY, Tiling(32, 4, 64, 4, 5)),
+    (("gated",), (4, 8), _ANY, _ANY, GemmTiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (4, 8), _ANY, 4096, GemmTiling(32, 2, 128, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (4, 8), _ANY, _ANY, GemmTiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (_PLAIN, (4, 8), _ANY, 2048, GemmTiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)),
+    (_PLAIN, (4, 8), _ANY, 4096, GemmTiling(32, 4, 128, 4, 4)),
+    (_PLAIN, (4, 8), _ANY, _ANY, GemmTiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (_PLAIN, (16, 32), _ANY, 2048, GemmTiling(16, 4, 128, 4, 5)),
+    (("add",), (16,), _ANY, _ANY, GemmTiling(16, 4, 128, 4, 5)),
+    (("add",), (32,), _ANY, _ANY, GemmTiling(32, 4, 64, 4, 5)),
     (("logits",), (32,), _ANY, 2**16, None),
-    (("logits",), (16, 32), _ANY, _ANY, Tiling(64, 2, 64, 2, 4)),
-    (("logits",), (64,), _ANY, _ANY, Tiling(64, 1, 64, 1, 4)),
+    (("logits",), (16, 32), _ANY, _ANY, GemmTiling(64, 2, 64, 2, 4)),
+    (("logits",), (64,), _ANY, _ANY, GemmTiling(64, 1, 64, 1, 4)),
 )

@@ -28,8 +28,8 @@ from stoop.ops.kernels.linear_choice import (
     MAX_UNDOTTED,
     WITH_LAST_LOADS,
     Decision,
+    GemmTiling,
     LinearShape,
-    Tiling,
     bucket_of,
     install,
 )
@@ -43,7 +43,7 @@ EPS = 1e-5
 Key = tuple[LinearShape, int]
 
 
-# As `Tiling` has them, without the signal: what won somewhere on an H200.
+# As `GemmTiling` has them, without the signal: what won somewhere on an H200.
 _PLAIN = (
     (4, 1, 1024, 4), (8, 1, 1024, 4), (2, 1, 2048, 8), (4, 1, 2048, 8), (8, 1, 2048, 8),
     (2, 1, 2048, 4),
@@ -70,34 +70,34 @@ _GATED_OF_MANY = (
 _LONG_OF_MANY = ((32, 4, 64, 4, 5), (64, 2, 64, 2, 4), (64, 1, 64, 1, 4), (16, 4, 128, 4, 5))
 
 
-def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
+def candidates(shape: LinearShape, bucket: int) -> list[GemmTiling]:
     """Ways to cut a product of so many tokens that are worth a trial."""
-    plain = [Tiling(*t, dot=False) for t in (_PLAIN if bucket == 1 else _PLAIN_OF_FEW)]
+    plain = [GemmTiling(*t, dot=False) for t in (_PLAIN if bucket == 1 else _PLAIN_OF_FEW)]
     if bucket == 1:
         return plain
     parts = []
     if shape.num_inputs < 2048 and bucket > 8 and shape.kind != "logits":
         parts = [
-            Tiling(*t, tokens=tokens)
+            GemmTiling(*t, tokens=tokens)
             for tokens in (8, 16)
             for t in _IN_PARTS
             if tokens < bucket and (t[4] > 1 or t[1] * t[2] >= shape.num_inputs)
         ]
     if bucket > MAX_NORMED and shape.kind == "gated":
-        return parts + [Tiling(*t) for t in _GATED_OF_MANY]
+        return parts + [GemmTiling(*t) for t in _GATED_OF_MANY]
     if bucket > 64:
         return parts  # else cuBLAS fills a GPU with so many
     if bucket > MAX_NORMED and shape.kind not in ("linear", "logits"):
         return parts  # of all tokens, what is fused would not fit into registers
-    whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
+    whole = [GemmTiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
     if bucket <= MAX_UNDOTTED:
         whole = plain + whole
     if shape.num_inputs < 2048:
-        return parts + whole + [Tiling(*t) for t in _SHORT]
+        return parts + whole + [GemmTiling(*t) for t in _SHORT]
     if bucket > 8:
-        return whole + [Tiling(*t) for t in _LONG_OF_MANY]
+        return whole + [GemmTiling(*t) for t in _LONG_OF_MANY]
     signals = (AT_START, WITH_LAST_LOADS, AFTER_LOOP)
-    return whole + [Tiling(*t, signal) for t in _LONG for signal in signals]
+    return whole + [GemmTiling(*t, signal) for t in _LONG for signal in signals]
 
 
 class Trial:
@@ -137,7 +137,7 @@ class Trial:
         residual = torch.randn(num_tokens, num_outputs, **options)
         out = torch.empty_like(residual, dtype=torch.float32 if kind == "logits" else None)
 
-        def by_kernel(weight: Tensor, tiling: Tiling) -> None:
+        def by_kernel(weight: Tensor, tiling: GemmTiling) -> None:
             if kind == "gated" and not tiling.norms(num_tokens):
                 launch_gated(norm.rms_norm(x, self.norm, EPS), weight, None, out, tiling)
                 return
@@ -239,7 +239,7 @@ def load(path: Path) -> dict[Key, Decision]:
         return {}
     return {
         (LinearShape(kind, outputs, inputs, getattr(torch, dtype)), bucket): tiling
-        and Tiling(**tiling)
+        and GemmTiling(**tiling)
         for (kind, outputs, inputs, dtype), bucket, tiling in rows
     }
 
