@@ -1,11 +1,11 @@
-"""matplotlib, where it is installed: pictures are left out where it is not."""
+"""matplotlib, if it is installed; otherwise plots are left out."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def find_pyplot(what: str, say: Callable[[str], None]) -> Any:
-    """The module, drawing into files; None, with a line that says that `what` is left out."""
+    """pyplot, set up to draw into files; None, after a message that `what` is left out."""
     try:
         import matplotlib
     except ImportError:

@@ -161,7 +161,7 @@ def test_gated_candidates_fit_an_h200(bucket: int) -> None:
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
 
 
-def test_gated_products_leave_few_processors_idle() -> None:
+def test_gated_products_leave_few_sms_idle() -> None:
     """Of Llama-8B's gates and ups; not of Qwen3-14B's, 1B's, nor 0.6B's; SmolLM2's go in parts."""
     from stoop.ops.kernels.linear_choice import GemmTiling, LinearShape, default
 
@@ -188,7 +188,7 @@ def test_small_gpus_follow_measurements_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(choice, "_decisions", {})
     assert not choice.uses_skinny("add", x, weight)
     shape = choice.LinearShape("add", 32, 64, torch.bfloat16)
-    choice.install({(shape, 4): choice.ANYWHERE})
+    choice.install({(shape, 4): choice.FALLBACK_TILING})
     assert choice.uses_skinny("add", x, weight)
 
 
@@ -203,7 +203,7 @@ def test_defaults_fit_an_h200(bucket: int) -> None:
     for kind in ("linear", "logits", "add", "norm", "gated"):
         for outputs, inputs in SHAPES_OF_MODELS:
             shape = choice.LinearShape(kind, outputs, inputs, torch.bfloat16)
-            tiling = choice.default(shape, bucket) or choice.ANYWHERE
+            tiling = choice.default(shape, bucket) or choice.FALLBACK_TILING
             most = 64 if kind in ("linear", "logits") else choice.MAX_NORMED
             if tiling.block_t(bucket) > most:
                 continue  # left to cuBLAS, or to another kernel
