@@ -40,7 +40,7 @@ class FlashInferMetadata:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Lengths of every planned row. Padded rows of a graph have queries, and null blocks as keys."""
+    """Lengths of every planned row. A graph's padded rows have queries, and null blocks as keys."""
 
     queries: np.ndarray  # [rows] int64
     keys: np.ndarray  # [rows] int64, dead ones included

@@ -1,24 +1,24 @@
-"""How long work on a model tells its progress."""
+"""Progress reports of downloads, conversions and loading."""
 
 from pathlib import Path
 from typing import Protocol
 
 
 class Report(Protocol):
-    """Called with a stage such as "downloading", and bytes done of a total if it is known."""
+    """Called with a stage such as "downloading", the bytes done, and the total if it is known."""
 
     def __call__(self, stage: str, done: int, total: int | None, /) -> None: ...
 
 
 def show_bytes(num_bytes: int) -> str:
-    """A size for people, rounded up: 639 MB, 1.3 GB."""
+    """A readable size, rounded up: 639 MB, 1.3 GB."""
     if num_bytes >= 1_000_000_000:
         return f"{-(-num_bytes // 100_000_000) / 10:.1f} GB"
     return f"{-(-num_bytes // 1_000_000)} MB"
 
 
 def show_path(path: Path) -> str:
-    """A path for people, with ~ for the home folder."""
+    """A readable path, with ~ for the home folder."""
     home = Path.home()
     return str(Path("~") / path.relative_to(home)) if path.is_relative_to(home) else str(path)
 
