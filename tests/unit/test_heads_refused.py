@@ -408,7 +408,7 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"a": Code()}, "more than tensors, which could run code as it is read: convert it"),
+        ({"a": Code()}, "more than tensors, which could run code when it is read: convert it"),
         ({"a": 3}, "has int 'a' among its tensors: convert it"),
         ([torch.ones(1)], "holds no tensors by name: convert it"),
     ],
