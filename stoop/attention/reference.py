@@ -27,7 +27,7 @@ from stoop.ops.library import register
 MAX_TILE_QUERIES = 512
 # Rows join a tile while the padding that they cause is below this fraction of it.
 MAX_TILE_PADDING = 0.25
-FULL_ATTENTION = 0  # stands for the window of layers that have none
+FULL_ATTENTION = 0  # the window value of layers that have none
 
 
 @dataclass(frozen=True)

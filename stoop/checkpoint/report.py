@@ -24,4 +24,4 @@ def show_path(path: Path) -> str:
 
 
 def quiet(stage: str, done: int, total: int | None) -> None:
-    """Tell nobody."""
+    """Report nothing."""

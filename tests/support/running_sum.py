@@ -1,8 +1,8 @@
 """A toy family with recurrent state: a Llama whose layers also keep a decaying sum of their stream.
 
-It exists to prove the state seam: everything that a real recurrent layer needs of the engine, it
-needs too. A decode step writes its tokens into a log and leaves the sum alone; the next step adds
-the tokens that were confirmed, and only those, before it goes on: rejected drafts leave no trace.
+It tests how the engine handles state: it needs everything that a real recurrent layer needs. A
+decode step writes its tokens to a log and leaves the sum alone. The next step first adds the tokens
+that were accepted, and only those, so that rejected drafts leave no trace.
 """
 
 from collections.abc import Iterator
