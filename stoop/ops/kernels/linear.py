@@ -181,8 +181,8 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, SHARES: tl.constexpr, THREADS: tl.constexpr,
     WIDE: tl.constexpr, SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS of the weight by BLOCK_T tokens. Each way of a block of WAYS * BLOCK_K inputs is
-    one warp's: no two warps read the same weights, and their sums are added once, at the end."""
+    """Multiply ROWS of the weight by BLOCK_T tokens. Each way of a block of WAYS * BLOCK_K inputs
+    is one warp's: no two warps read the same weights, and their sums are added at the end."""
     if SIGNAL == AT_START:
         let_next_start(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
