@@ -16,7 +16,7 @@ from torch import Tensor
 
 import stoop
 from stoop.layers.rope import RopeSpec
-from stoop.layers.weights import WeightSlot
+from stoop.layers.weights import WeightView
 from stoop.models.config_reader import Reader, checkpoint_dtype
 from stoop.models.decoder import DecoderModel, DecoderSpec
 from stoop.models.family import Family
@@ -72,10 +72,10 @@ class GullModel(DecoderModel):
     def embed(self, input_ids: Tensor) -> Tensor:
         return super().embed(input_ids) * self.spec.embedding_scale
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        """Every tensor that a checkpoint must have, with the place that it is loaded into."""
-        for slot in super().weight_slots():
-            yield slot._replace(name=gull_name(slot.name))
+    def weight_views(self) -> Iterator[WeightView]:
+        """Every tensor that a checkpoint must have, with the view that it is loaded into."""
+        for view in super().weight_views():
+            yield view._replace(name=gull_name(view.name))
 
 
 def gull_name(name: str) -> str:

@@ -17,9 +17,9 @@ from torch import Tensor
 from stoop.ops.kernels import linear, norm
 from stoop.ops.kernels.linear_choice import (
     Decision,
+    GemmTiling,
     Kind,
     LinearShape,
-    Tiling,
     bucket_of,
     install,
     uses_skinny,
@@ -65,7 +65,7 @@ def all_shapes() -> dict[str, list[LinearShape]]:
     return shapes
 
 
-def compile_only(job: tuple[LinearShape, int, Tiling]) -> None:
+def compile_only(job: tuple[LinearShape, int, GemmTiling]) -> None:
     """Compile a kernel into Triton's disk cache, in a separate process."""
     from triton.runtime.jit import JITFunction
 

@@ -1,6 +1,6 @@
 """The protocol that every attention backend follows.
 
-A backend builds one metadata object a step on the host and reads it in every layer. What it keeps
+A backend builds one metadata object per step on the host and reads it in every layer. What it keeps
 between steps lives in persistent buffers; what depends on a batch lives in the metadata.
 """
 
@@ -20,7 +20,7 @@ from stoop.ops.inputs import SlotTensors
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The part of a layer's attention that never changes."""
+    """The fixed sizes of a layer's attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,7 +31,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """What a backend is made for."""
+    """What a backend is built for."""
 
     device: torch.device
     block_size: int
@@ -41,7 +41,7 @@ class AttentionSetup:
     dtype: torch.dtype = torch.float32  # of queries and outputs
     shapes: tuple[AttentionShape, ...] = ()  # distinct ones of all layers, the drafter's too
     query_len: int = 1  # query tokens of a decoding request
-    kv_dtype: torch.dtype | None = None  # of the cache; None: as queries
+    kv_dtype: torch.dtype | None = None  # of the cache; None for that of queries
 
 
 def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:
@@ -66,18 +66,21 @@ def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:
 
 
 class AttentionBackend(Protocol):
-    """The query tokens of a row follow its context, `context_lens`. Keys are live up to `seq_lens`;
-    query tokens past that are dead, and may come out as anything finite."""
+    """An attention backend.
+
+    The query tokens of a row follow its context of `context_lens` tokens. Keys are live up to
+    `seq_lens`; query tokens past that are dead, and their outputs may be anything finite.
+    """
 
     name: str
     graph_support: GraphSupport
 
     def buffers(self) -> dict[str, Tensor]:
-        """Its persistent buffers; every step writes all of them again."""
+        """The persistent buffers, all of which every step rewrites."""
         ...
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> Any:
-        """Metadata of one step, its persistent buffers written over their whole padded extent.
+        """Build the metadata of one step; fill the persistent buffers over their padded extent.
 
         With `for_capture`, bounds are the worst case that the graph must serve.
         """
@@ -85,26 +88,26 @@ class AttentionBackend(Protocol):
 
     @property
     def advance(self) -> Callable[[Any], None] | None:
-        """Makes metadata fit lengths that have changed on the device since it was built, inside a
-        graph; None where only the host can."""
+        """Updates metadata, inside a graph, for lengths that have changed on the device since it
+        was built; None if only the host can."""
         ...
 
     def forward(self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: Any) -> Tensor:
-        """Attend to the cache, which holds this step's keys and values already.
+        """Attend to the cache, which already holds this step's keys and values.
 
         q: [tokens, heads, head_dim], cache: [2, num_blocks, block_size, kv_heads, head_dim];
-        returns the shape of q. Rows of padded tokens come out as zeros.
+        returns a tensor of q's shape, with zeros for padded tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PagedMetadata:
-    """What layers with paged state read of one step."""
+    """A step's metadata for layers with paged state."""
 
     backend: AttentionBackend
-    plan: Any  # the backend's own, from `build`
-    slot_mapping: Tensor  # [tokens] int64: where each token's key and value go; -1: nowhere
+    plan: Any  # what the backend's `build` returned
+    slot_mapping: Tensor  # [tokens] int64: the KV slot of each token; -1 for none
 
     def attend(self, shape: AttentionShape, q: Tensor, cache: Tensor) -> Tensor:
         """As `AttentionBackend.forward`."""

@@ -1,13 +1,13 @@
 """Attention by FlashInfer, planned on the host before every step.
 
-A plan cuts the batch into work for the processors. Kernels read it, and which pages each request
-has, out of buffers that keep their addresses: planned anew, a captured graph serves other lengths.
-FlashInfer lets queries stand at the end of their row's keys, so a plan needs exact contexts. The
-host has them while no step is in flight (nor is a plan then rewritten while it is copied to the
-device), hence no `run_ahead`; between draft decodes it has not.
+A plan splits the batch into work for the SMs. Kernels read the plan and each request's pages from
+buffers with fixed addresses, so after planning again a captured graph serves other lengths.
+FlashInfer assumes that queries are the last of their row's keys, so a plan needs exact contexts.
+The host knows them only while no step is in flight, hence no `run_ahead`; it does not know them
+between draft decodes. With no step in flight, no plan is rewritten while it is copied, either.
 
-Dead query tokens have keys like the others. No live query sees them, but their values are read and
-multiplied by 0: what nobody wrote must not be NaN (worker/memory.py zeroes it).
+Dead query tokens have keys like the others. No live query sees those, but their values are read and
+multiplied by 0, so memory that was never written must not hold NaN (worker/memory.py zeroes it).
 """
 
 import weakref
@@ -28,30 +28,30 @@ from stoop.graph.support import GraphSupport
 from stoop.ops.library import register
 
 MIN_WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends
-TILES = (16, 64, 128)  # query rows of a tile, those of one KV head's group side by side
+TILES = (16, 64, 128)  # query rows per tile, counting each head of a KV head's group
 
 
 @dataclass(frozen=True)
 class FlashInferMetadata:
     wrappers: dict[AttentionShape, Any]
-    num_tokens: int  # that have a row; padding behind them has none
-    buffers: list[Tensor]  # what a graph reads of the plan; eager ones are FlashInfer's own
+    num_tokens: int  # tokens that belong to a row; padding follows them
+    buffers: list[Tensor]  # what a graph reads of the plan; empty for eager steps
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Of every row that is planned; padding in a graph has queries and null blocks as keys."""
+    """Lengths of every planned row. A graph's padded rows have queries, and null blocks as keys."""
 
     queries: np.ndarray  # [rows] int64
-    keys: np.ndarray  # [rows] int64, dead ones too
+    keys: np.ndarray  # [rows] int64, dead ones included
     num_pages: np.ndarray  # [rows] int64
-    num_owned: np.ndarray  # [rows] int64: pages in the block table; those behind are null
+    num_owned: np.ndarray  # [rows] int64: pages in the block table; null blocks follow them
 
 
 class FlashInferBackend:
     name = "flashinfer"
     graph_support = GraphSupport.UNIFORM
-    advance = None  # a plan is the host's
+    advance = None  # only the host plans
 
     def __init__(self, setup: AttentionSetup) -> None:
         refuse_unsupported(FLASHINFER, setup)
@@ -70,7 +70,7 @@ class FlashInferBackend:
         self.setup = setup
         self.make_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self.workspace = self._zeros(_workspace_bytes(setup), torch.uint8)
-        # Dead tokens may stand past the model's limit.
+        # Dead tokens may have positions past the model's limit.
         self.max_pages = -(-(setup.max_model_len + setup.query_len) // setup.block_size)
         self.query_indptr = self._zeros(setup.max_reqs + 1)
         self.page_indptr = self._zeros(setup.max_reqs + 1)
@@ -100,7 +100,7 @@ class FlashInferBackend:
         }
 
     def _buffers_of(self, num_reqs: int) -> list[Tensor]:
-        """The part that a graph of so many requests reads."""
+        """The part that a graph of this many requests reads."""
         return [
             self.query_indptr[: num_reqs + 1],
             self.page_indptr[: num_reqs + 1],
@@ -109,8 +109,8 @@ class FlashInferBackend:
         ]
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> FlashInferMetadata:
-        """No bound is captured: a graph has as much work as the processors take, and the plan says
-        which of it is there."""
+        """No bound is captured: a graph launches work for all SMs, and the plan says which of it
+        exists."""
         wrappers = self._graph_wrappers(batch, for_capture)
         if wrappers is not None:
             self._plan(batch, wrappers, batch.query_len)
@@ -123,7 +123,7 @@ class FlashInferBackend:
     def _graph_wrappers(
         self, batch: InputBatch, for_capture: bool
     ) -> dict[AttentionShape, Any] | None:
-        """Those of the graph that serves a batch of this shape; its eager twin has them too."""
+        """The wrappers of the graph for a batch of this shape; its eager twin uses them too."""
         num_reqs, query_len = batch.num_reqs_padded, batch.query_len
         if query_len is None or batch.num_tokens_padded != num_reqs * query_len:
             return None
@@ -145,7 +145,7 @@ class FlashInferBackend:
     def _plan(
         self, batch: InputBatch, wrappers: dict[AttentionShape, Any], query_len: int | None
     ) -> None:
-        """query_len: of every row, padding included, in a graph; None: the rows as they are"""
+        """Plan a step. query_len: of every row of a graph, padded rows included; None if eager"""
         block_size, dtype = self.setup.block_size, self.setup.dtype
         rows = self._lengths(batch, query_len)
         page_indices = self._find_pages(rows, batch.rows.idx_mapping)
@@ -187,7 +187,7 @@ class FlashInferBackend:
         return RowLengths(queries, keys, -(-keys // block_size), num_owned)
 
     def _find_pages(self, rows: RowLengths, idx_mapping: Tensor) -> Tensor:
-        """[pages] int32: blocks, request after request."""
+        """The blocks of all rows, concatenated: [pages] int32."""
         ends = rows.num_pages.cumsum()
         numbers = np.stack((ends - rows.num_pages, ends, rows.num_owned))
         first, end, num_owned = torch.from_numpy(numbers).to(self.setup.device)
@@ -211,7 +211,7 @@ class FlashInferBackend:
         return out
 
 
-# An operation cannot take a wrapper; it gets a number instead.
+# An operation cannot take a wrapper, so it takes an index into this list.
 _WRAPPERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
@@ -221,17 +221,17 @@ _WRAPPERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary
 def attend_planned(
     q: Tensor, cache: Tensor, plan: Sequence[Tensor], wrapper: int, out: Tensor
 ) -> None:
-    """`plan` is what the wrapper reads in a graph, named here for those who watch."""
+    """Attend by a plan. `plan` lists what the wrapper reads in a graph, for the sanitizer."""
     _WRAPPERS[wrapper].run(q, (cache[0], cache[1]), out=out, enable_pdl=False)
 
 
 def _indptr(lengths: np.ndarray) -> Tensor:
-    """[len + 1] int32, on the host: where each starts, and the end of all."""
+    """The starts of all rows and the end of the last: [len + 1] int32, on the host."""
     return torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
 
 
 def _workspace_bytes(setup: AttentionSetup) -> int:
-    """For partial results of a graph of all requests: float32, of whole tiles."""
+    """Bytes for the partial results of a graph with all requests: float32, in whole tiles."""
     largest = MIN_WORKSPACE
     for shape in setup.shapes:
         num_rows = setup.query_len * shape.num_heads // shape.num_kv_heads

@@ -1,8 +1,8 @@
-"""Attention planned on the host, in the manner of FlashInfer, in plain torch.
+"""Attention planned on the host, as FlashInfer does, in plain torch.
 
-Before each step the host writes which pages each request has: index pointers and page indices, in
-persistent buffers that a captured graph reads. It exists so that everything that can go stale in
-such a plan is exercised on every machine, and as a second opinion on the reference.
+Before each step the host writes the pages of each request (index pointers and page indices) to
+persistent buffers that a captured graph reads. It exists to exercise everything that can go stale
+in such a plan on every machine, and as a check of the reference.
 """
 
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ class HostPlanMetadata:
     query_start_loc: Tensor  # [num_reqs + 1] int32
     context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
-    page_indptr: Tensor  # [num_reqs + 1] int32: where a request's pages start
-    page_indices: Tensor  # [capacity] int32: blocks, request after request; then null blocks
+    page_indptr: Tensor  # [num_reqs + 1] int32: where each request's pages start
+    page_indices: Tensor  # [capacity] int32: the blocks of all requests, then null blocks
 
 
 class HostPlanBackend:
     name = "hostplan"
-    advance = None  # which pages a request has is planned on the host
+    advance = None  # only the host plans
 
     def __init__(self, setup: AttentionSetup) -> None:
         self.setup = setup
         max_reqs, device = setup.max_reqs, setup.device
-        # Lengths are read while the attention runs: on a GPU that is a wait, in no graph.
+        # Attention reads lengths on the host; on a GPU that is a sync, which no graph allows.
         on_cpu = device.type == "cpu"
         self.graph_support = GraphSupport.UNIFORM if on_cpu else GraphSupport.NEVER
         self.page_indptr = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device)
@@ -57,7 +57,7 @@ class HostPlanBackend:
         )
 
     def _plan(self, batch: InputBatch, max_seq_len: int) -> None:
-        """Pages of every row up to its bound, over the whole extent of both buffers."""
+        """Write the pages of every row up to its bound, over the whole extent of both buffers."""
         block_size = self.setup.block_size
         bounds = np.minimum(batch.seq_lens_cpu_upper_bound, max_seq_len)
         indptr = np.zeros(self.page_indptr.shape[0], dtype=np.int32)
@@ -109,7 +109,7 @@ def attend_pages(  # noqa: PLR0913
     window: int,
     out: Tensor,
 ) -> None:
-    """Row by row over its pages; tokens of no row are padding and come out as zeros."""
+    """Attend row by row; tokens that belong to no row are padding, and their outputs are zeros."""
     starts, contexts = query_start_loc.tolist(), context_lens.tolist()
     pages = page_indptr.tolist()
     end = 0
@@ -134,8 +134,10 @@ def attend_pages(  # noqa: PLR0913
 
 
 def _seen(context: int, num_queries: int, length: int, window: int, device: torch.device) -> Tensor:
-    """[num_queries, length] bool: queries behind a context and the keys that each sees; a dead
-    one sees what the last live one does."""
+    """The keys that each query after a context sees: [num_queries, length] bool.
+
+    A dead query sees what the last live one does.
+    """
     query = torch.arange(context, context + num_queries, device=device).clamp(max=length - 1)
     query = query[:, None]
     key = torch.arange(length, device=device)[None, :]

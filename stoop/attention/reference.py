@@ -1,13 +1,13 @@
 """Attention in plain torch, on any device: the oracle of the other backends and what a CPU runs.
 
-A step is cut into tiles: runs of neighbouring rows with equal query lengths and like sequence
-lengths. For a tile, keys and values are gathered out of their pages and one masked product serves
-all its rows. The tile plan (which slots to gather, which pairs to mask) depends on the batch, not
-on the layer, so the first layer makes it and the others use it again.
+A step is split into tiles: runs of neighbouring rows with equal query lengths and similar sequence
+lengths. For each tile, keys and values are gathered from their pages, and one masked attention
+serves all its rows. The tile plan (which KV slots to gather, which pairs to mask) depends on the
+batch, not on the layer, so the first layer makes it and the others reuse it.
 
 On a CPU both the plan and the attention are operations that read lengths when they run, so that a
-captured graph serves any lengths. On a GPU reading them would mean waiting, so the plan is made
-from host bounds and cannot be captured.
+captured graph serves any lengths. On a GPU reading them would be a sync, so the plan is made from
+host bounds and cannot be captured.
 """
 
 import weakref
@@ -23,11 +23,11 @@ from stoop.batch.input_batch import InputBatch
 from stoop.graph.support import GraphSupport
 from stoop.ops.library import register
 
-# A tile's query length is cut here: it bounds the mask, and lets a window skip old keys.
+# The most queries of a row in one tile: it bounds the mask, and lets a window skip old keys.
 MAX_TILE_QUERIES = 512
-# Rows join a tile while the padding that they cause stays below this share of it.
+# Rows join a tile while the padding that they cause is below this fraction of it.
 MAX_TILE_PADDING = 0.25
-FULL_ATTENTION = 0  # the window of layers that have none
+FULL_ATTENTION = 0  # the window value of layers that have none
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,17 @@ class Tile:
     first_token: int
     num_rows: int
     query_len: int
-    kv_slots: Tensor  # [num_rows * kv_len] int64: where keys and values are gathered
+    kv_slots: Tensor  # [num_rows * kv_len] int64: KV slots to gather
     bias: Tensor | None  # [num_rows, 1, query_len, kv_len]: 0 or -inf; None if causal
-    causal: bool  # the mask is plain causality over equal lengths
+    causal: bool  # a plain causal mask over equal lengths
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What tiles are cut by. On a CPU exact; on a GPU all but `query_lens` are upper bounds."""
+    """The lengths that tiles are made from: exact on a CPU, upper bounds on a GPU.
+
+    `query_lens` are always exact.
+    """
 
     query_lens: np.ndarray  # [num_reqs], dead tokens included
     contexts: np.ndarray  # [num_reqs]
@@ -55,7 +58,7 @@ class ReferenceMetadata:
     context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
     row_slots: Tensor  # [num_reqs] int64
-    planned: set[int] = field(default_factory=set)  # windows whose plan this step has made
+    planned: set[int] = field(default_factory=set)  # windows that this step has planned already
 
 
 class ReferenceBackend:
@@ -66,9 +69,9 @@ class ReferenceBackend:
         self.block_table = setup.slots.block_table
         self.reads_lengths = setup.device.type == "cpu"
         self.graph_support = GraphSupport.ALWAYS if self.reads_lengths else GraphSupport.NEVER
-        self.plans: dict[int, list[Tile]] = {}  # by window; of the step that was planned last
+        self.plans: dict[int, list[Tile]] = {}  # of the last step, by window
         self.host_lengths: Lengths | None = None
-        # Stands for `plans` where operations declare what they read and write.
+        # Represents `plans` where operations declare what they read and write.
         self.plan_version = torch.zeros(1, dtype=torch.int64, device=setup.device)
         self.num_plans = 0
         self.handle = _register_backend(self)
@@ -90,7 +93,7 @@ class ReferenceBackend:
         )
 
     def advance(self, metadata: ReferenceMetadata) -> None:
-        """The next layer plans anew, from the lengths as they are then."""
+        """Make the next layer plan again, from the lengths at that time."""
         metadata.planned.clear()
 
     def forward(
@@ -122,7 +125,7 @@ class ReferenceBackend:
         return self.host_lengths
 
 
-# A plan holds Python objects, which an operation cannot take; it gets a number instead.
+# A plan holds Python objects, which an operation cannot take, so it takes an index into this list.
 _BACKENDS: "weakref.WeakValueDictionary[int, ReferenceBackend]" = weakref.WeakValueDictionary()
 
 
@@ -147,7 +150,7 @@ def plan_tiles(  # noqa: PLR0913
     window: int,
     backend: int,
 ) -> None:
-    """Cut the batch into tiles for the layers of one window."""
+    """Split the batch into tiles for the layers of one window."""
     owner = _BACKENDS[backend]
     lengths = owner.lengths(query_start_loc, context_lens, seq_lens)
     rows = RowState(context_lens, seq_lens, row_slots, block_table)
@@ -170,7 +173,7 @@ def attend_tiles(
     backend: int,
     out: Tensor,
 ) -> None:
-    """Attend by the plan; tokens of no tile are padding and come out as zeros."""
+    """Attend by the plan; tokens in no tile are padding, and their outputs are zeros."""
     keys, values = cache.flatten(1, 2)  # [num_blocks * block_size, kv_heads, head_dim]
     end = 0
     for tile in _BACKENDS[backend].plans[window]:
@@ -198,7 +201,7 @@ def _attend(tile: Tile, q: Tensor, keys: Tensor, values: Tensor, scale: float) -
 
 @dataclass(frozen=True)
 class RowState:
-    """What stands on the device of each row."""
+    """The state of each row on the device."""
 
     context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
@@ -207,10 +210,10 @@ class RowState:
 
 
 class _Planner:
-    """Shapes of tiles come from `lengths`, contents from the device."""
+    """Plans tiles: their shapes come from `lengths`, their contents from the device."""
 
     def __init__(self, lengths: Lengths, rows: RowState, block_size: int, window: int) -> None:
-        # Padding has no queries. It stands behind the live rows.
+        # Padded rows have no queries, and follow the live rows.
         self.num_rows = int(np.count_nonzero(lengths.query_lens))
         self.query_lens = lengths.query_lens[: self.num_rows]
         self.contexts = lengths.contexts[: self.num_rows]
@@ -232,7 +235,7 @@ class _Planner:
         return tiles
 
     def _runs(self) -> list[slice]:
-        """Neighbouring rows that share a tile; long queries stay alone."""
+        """Runs of neighbouring rows that share a tile; a long query has its own."""
         runs: list[slice] = []
         start = 0
         for row in range(1, self.num_rows + 1):
@@ -254,10 +257,10 @@ class _Planner:
     def _tile(
         self, rows: slice, first_token: int, offset: int, query_len: int, dtype: torch.dtype
     ) -> Tile:
-        """`query_len` queries of each row, which has `offset` others before them."""
+        """A tile of `query_len` queries per row, after the row's first `offset` queries."""
         seq_lens = self.rows.seq_lens[rows].long()
         first_query = self.rows.context_lens[rows].long() + offset  # [rows]
-        # Keys that some query of the tile can see: from `first`, `kv_len` of them at most.
+        # Keys that some query of the tile can see: at most `kv_len` of them, from `first` on.
         past_queries = self.contexts[rows] + offset + query_len
         kv_len = int(np.minimum(self.bounds[rows], past_queries).max())
         first = torch.zeros_like(seq_lens)
@@ -266,11 +269,11 @@ class _Planner:
             first = (first_query - self.window + 1).clamp(min=0)
         key = first[:, None] + torch.arange(kv_len, device=first.device)  # [rows, kv_len]
         query = first_query[:, None] + torch.arange(query_len, device=first.device)
-        query = torch.minimum(query, seq_lens[:, None] - 1)  # a dead one sees what the last does
+        query = torch.minimum(query, seq_lens[:, None] - 1)  # a dead one sees what the last sees
         seen = key[:, None, :] <= query[:, :, None]  # [rows, query_len, kv_len]
         if self.window:
             seen &= key[:, None, :] > query[:, :, None] - self.window
-        # No context and as many keys as queries: a prompt's start. Bounds of a GPU are no lower.
+        # The start of a prompt: no context, and as many keys as queries. GPU bounds are no lower.
         num_rows = rows.stop - rows.start
         unwindowed = not self.window or self.window >= kv_len
         starts = self.contexts[rows.start] + offset == 0
@@ -285,7 +288,8 @@ class _Planner:
         )
 
     def _kv_slots(self, key: Tensor, seq_lens: Tensor, row_slots: Tensor) -> Tensor:
-        """Masked places past a row's end read its newest key again: finite, unlike a stale page."""
+        """The KV slots of keys; past a row's end they repeat its newest key, which is finite,
+        unlike a stale page."""
         position = torch.minimum(key, (seq_lens - 1).clamp(min=0)[:, None])  # [rows, kv_len]
         blocks = self.rows.block_table[row_slots[:, None], position // self.block_size].long()
         return (blocks * self.block_size + position % self.block_size).flatten()

@@ -20,7 +20,7 @@ BACKENDS: dict[str, MakeBackend] = {
 
 
 def register_backend(traits: BackendTraits, make: MakeBackend) -> None:
-    """Add a backend from outside; `attention_backend=traits.name` then chooses it."""
+    """Add a backend from outside stoop, chosen by `attention_backend=traits.name`."""
     declare_backend(traits)
     BACKENDS[traits.name] = make
 
@@ -32,5 +32,5 @@ def make_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
 
 
 def make_draft_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
-    """For draft decodes of a drafter whose target attends by `name`."""
+    """Make the backend for draft decodes of a drafter whose target uses the backend `name`."""
     return make_backend(backend_traits(name).draft_backend or name, setup)

@@ -1,6 +1,6 @@
-"""What our attention backends need and serve, declared to the configuration.
+"""What our attention backends need and support, declared to the configuration.
 
-Nothing is imported here that a backend needs to run.
+This imports nothing that a backend needs to run.
 """
 
 import os

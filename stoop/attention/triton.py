@@ -1,7 +1,7 @@
-"""Attention by our Triton kernels: paged, variable query lengths, split over keys.
+"""Attention by our Triton kernels: paged, with variable query lengths, split over keys.
 
-Nothing is planned on the host and nothing is derived from lengths: kernels read them where phases
-write them. So metadata is a set of views, good for any replay and for every draft decode.
+Nothing is planned on the host or derived from lengths: kernels read lengths where phases write
+them. So the metadata is a set of views, valid for any replay and every draft decode.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ class TritonMetadata:
     seq_lens: Tensor  # [num_reqs] int32
     row_slots: Tensor  # [num_reqs] int64
     block_table: Tensor  # [slots + 1, max_blocks] int32
-    max_query_len: int  # of a row, where the descriptor bounds it; 0: any
+    max_query_len: int  # of a row, if the descriptor bounds it; 0 if not
 
 
 class TritonBackend:
@@ -55,7 +55,7 @@ class TritonBackend:
         self.num_sms = kernels.count_sms(setup.device)
 
     def buffers(self) -> dict[str, Tensor]:
-        """None: what splits hand over is allocated by each call, written and read inside it."""
+        """None: each call allocates the partial results of its splits."""
         return {}
 
     def build(self, batch: InputBatch, for_capture: bool = False) -> TritonMetadata:
@@ -70,7 +70,7 @@ class TritonBackend:
         )
 
     def advance(self, metadata: TritonMetadata) -> None:
-        """Nothing was derived from the lengths."""
+        """Do nothing: no metadata is derived from the lengths."""
 
     def forward(
         self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: TritonMetadata

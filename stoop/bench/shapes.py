@@ -143,5 +143,5 @@ def _write_random_weights(folder: Path, target: Path) -> None:
     spec = read_head_spec(folder, read_model_spec(target), "eagle3", dummy=True)
     head = build_head(spec, DeviceConfig.of("cpu", "bfloat16"))
     fill_dummy(head, torch.device("cpu"), seed=0)
-    tensors = {slot.name: slot.view.clone() for slot in head.weight_slots()}
+    tensors = {view.name: view.data.clone() for view in head.weight_views()}
     save_file(tensors, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Model folders that we make ourselves: whole or absent, made once, by one process at a time."""
+"""The cache of folders that stoop makes: complete or absent, made by one process at a time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from stoop.core.report import Report, quiet, show_bytes
 logger = logging.getLogger(__name__)
 
 MANIFEST = "stoop.json"
-# Raise it when the converter writes something else than before: cached folders are made again.
+# Increase it when the converter's output changes, so that cached folders are made again.
 FORMAT_VERSION = 1
-# A folder that is being made, or whose maker was killed: the cached folder's name, and letters as
-# `tempfile` draws them.
+# A folder that is being made, or whose process was killed: the cached folder's name and the random
+# letters of `tempfile`.
 _WORKSHOP = re.compile(r"\.making-(.+)-[a-z0-9_]{8}")
 
 
@@ -34,10 +34,10 @@ class Recipe:
     """How to make one cached folder."""
 
     name: str  # the folder's name in the cache
-    source: str  # what the folder is made of; another source makes it stale
-    bytes_needed: Callable[[], int]  # free disk space at the worst moment
+    source: str  # what the folder is made from; if it changes, the folder is stale
+    bytes_needed: Callable[[], int]  # peak disk space while it is made
     build: Callable[[Path, Path], None]  # takes a scratch folder and the folder to fill
-    notice: Callable[[], str]  # what is about to be downloaded and written, with sizes
+    notice: Callable[[], str]  # what will be downloaded and written, with sizes
 
 
 def models_dir() -> Path:
@@ -45,7 +45,7 @@ def models_dir() -> Path:
 
 
 def obtain(recipe: Recipe, report: Report) -> Path:
-    """The folder of a recipe: the cached one if it is whole, else newly made."""
+    """The folder of a recipe: the cached one if it is complete, else a new one."""
     folder = models_dir() / recipe.name
     if is_whole(folder, recipe.source):
         return folder
@@ -61,7 +61,7 @@ def obtain(recipe: Recipe, report: Report) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What a folder says that it is made of; None if it does not say, or is not what it says."""
+    """The folder's manifest; None if it has none, or one that does not match its files."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         whole = is_whole(folder, manifest["source"])
@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def leftovers() -> list[tuple[str, Path]]:
-    """Folders that were not finished, each with the name of what it was to become."""
+    """Unfinished folders, each with the name of the cached folder that it was meant for."""
     if not models_dir().is_dir():
         return []
     matches = ((_WORKSHOP.fullmatch(path.name), path) for path in models_dir().iterdir())
@@ -80,7 +80,7 @@ def leftovers() -> list[tuple[str, Path]]:
 
 @contextmanager
 def lock_if_free(name: str) -> Iterator[bool]:
-    """Hold the lock on a cached folder's name; gives False if another process holds it."""
+    """Hold the lock on a cached folder's name; yields False if another process holds it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(_lock_path(name))
@@ -96,7 +96,7 @@ def lock_if_free(name: str) -> Iterator[bool]:
 
 
 def remove(name: str) -> None:
-    """Remove a cached folder and what is left of attempts to make it."""
+    """Remove a cached folder and what unfinished attempts left."""
     try:
         with lock_if_free(name) as is_free:
             if not is_free:
@@ -106,7 +106,7 @@ def remove(name: str) -> None:
                 )
             folder = models_dir() / name
             if folder.is_dir():
-                # At once for other processes, which see it whole or not at all.
+                # Atomic: other processes see it complete or not at all.
                 workshop = Path(tempfile.mkdtemp(prefix=f".making-{name}-", dir=models_dir()))
                 folder.rename(workshop / "model")
             for other, leftover in leftovers():
@@ -120,13 +120,13 @@ def remove(name: str) -> None:
 
 
 def is_whole(folder: Path, source: str) -> bool:
-    """Whether the folder is what its manifest says, made of this source by this version."""
+    """Whether the folder matches its manifest and was made from this source by this version."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    # Files that someone laid beside ours do no harm.
+    # Extra files do no harm.
     return manifest == _manifest(source, sizes)
 
 
@@ -149,12 +149,12 @@ def _make(recipe: Recipe, folder: Path) -> None:
 
 
 def _clear_leftovers(own_name: str) -> None:
-    """Remove what killed processes left: those who still work hold a lock, as we do on our name."""
+    """Remove what killed processes left; a live process holds the lock on its name."""
     for name, leftover in leftovers():
         if name == own_name:
             shutil.rmtree(leftover, ignore_errors=True)
             continue
-        # A leftover that we may not remove does no harm.
+        # A leftover that we cannot remove does no harm.
         with suppress(OSError), lock_if_free(name) as is_free:
             if is_free:
                 shutil.rmtree(leftover)
@@ -199,7 +199,7 @@ def _check_free_space(recipe: Recipe) -> None:
 
 @contextmanager
 def _disk_problems(recipe: Recipe) -> Iterator[None]:
-    """Turn what the disk says into what the user can do."""
+    """Turn disk errors into sentences that say what to do."""
     try:
         yield
     except OSError as error:

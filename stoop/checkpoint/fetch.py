@@ -1,4 +1,4 @@
-"""From the name that a user gives to a local folder in Hugging Face layout."""
+"""Turns the model name that a user gives into a local folder in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _convert_once(file: Path, report: Report) -> Path:
 
 
 def converted_name(file: Path) -> str:
-    """What the conversion of a GGUF file (its resolved path) is called in the cache.
+    """The name in the cache of the conversion of a GGUF file. file: its resolved path
 
     It depends on the path alone, so that a changed file replaces its old conversion.
     """

@@ -1,17 +1,17 @@
-"""Whether a folder holds certain weights, in whatever number format, told from a small sample.
+"""Recognises weights in any number format by a small sample.
 
 The same model comes as bfloat16, as float16, and as GGUF files of many quantisations, so hashes of
-files say nothing. But every format keeps the vectors of the norms as they are, to the rounding of
-bfloat16, and changes a matrix by a few percent at most. So the sample has
+files are useless. But every format keeps the norms, up to the rounding of bfloat16, and changes a
+matrix by a few percent at most. So the sample has
 
 - the sizes in config.json, which rule out most models before any weights are read;
 - values of norms, which must agree to the rounding of bfloat16. Training a model further moves
   them, so that a fine-tune, or the base model of an instruct model, differs here;
 - values of matrices and embeddings, which must agree up to the error of a 4-bit quantisation. They
-  differ in a model with an unlike or permuted vocabulary, and in any other model of the same shape.
+  differ in a model with another or a permuted vocabulary, and in any other model of the same shape.
 
-What it cannot tell apart: weights whose norms were frozen or did not move by one step of bfloat16
-(merged LoRA adapters, a short training at a small rate) and whose matrices moved by less than the
+It cannot tell weights apart whose norms were frozen or did not move by one step of bfloat16 (merged
+LoRA adapters, a short training at a small learning rate) and whose matrices moved by less than the
 quantisation error.
 """
 
@@ -37,8 +37,8 @@ SIZES = (
 NUM_LAYERS = 6
 NUM_VECTOR_VALUES = 48
 NUM_ROWS, NUM_COLUMNS = 4, 16
-# bfloat16 has 8 significant bits: rounding changes a value by at most this share of it, and one
-# step to the next value is more. The least value keeps numbers of float16 apart from their zero.
+# bfloat16 has 8 significant bits: this is the largest relative error of rounding, and one step to
+# the next value is larger. The absolute tolerance is for values that float16 rounds to zero.
 VECTOR_TOLERANCE, LEAST_VALUE = 2.0**-8, 1e-6
 # Norm of the difference over norm of the sample. A Q4_0 and a Q4_1 file of one model differ by
 # 0.13, a Q8_0 file and bfloat16 by 0.006, two models by 1 or more.
@@ -62,7 +62,7 @@ def take_fingerprint(folder: Path) -> dict[str, Any]:
             "vectors": {name: _vector(reader, name, NUM_VECTOR_VALUES) for name in vectors},
             "matrices": {
                 name: [
-                    # Four digits are more than a quantised value is good for.
+                    # Four digits are more than the precision of a quantised value.
                     [float(f"{value:.4g}") for value in row]
                     for row in _matrix(reader, name, NUM_ROWS, NUM_COLUMNS)
                 ]
@@ -72,9 +72,9 @@ def take_fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def matches(fingerprint: dict[str, Any], folder: Path) -> bool:
-    """Whether the weights in `folder` are those that the fingerprint was taken of.
+    """Whether the weights in `folder` are those that the fingerprint was taken from.
 
-    Reads a few kilobytes. A folder that cannot be read does not match; loading it says why.
+    Reads a few kilobytes. A folder that cannot be read does not match; loading it reports why.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -94,12 +94,12 @@ def matches(fingerprint: dict[str, Any], folder: Path) -> bool:
             )
     except (CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-    except RecursionError:  # config.json is nested without end
+    except RecursionError:  # config.json is nested too deeply
         return False
 
 
 def _spread(size: int, count: int) -> list[int]:
-    """Places from the first to the last, evenly apart."""
+    """Evenly spaced indices from the first to the last."""
     count = min(size, count)
     return [place * (size - 1) // max(count - 1, 1) for place in range(count)]
 

@@ -1,7 +1,7 @@
-"""A GGUF file as a folder in Hugging Face layout, so that the engine loads one kind of folder.
+"""Converts a GGUF file to a folder in Hugging Face layout, the only kind that the engine loads.
 
-Weights pass through memory a slice at a time: one safetensors file is written from front to
-back, and no tensor is held whole.
+Weights pass through memory one slice at a time: one safetensors file is written from front to back,
+and no whole tensor is held.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stoop.checkpoint.gguf_config import build_generation_config, token_ids
-from stoop.checkpoint.gguf_file import MAX_SHOWN, GGUFFile, GGUFTensor
+from stoop.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from stoop.checkpoint.gguf_layout import GGUFContents, GGUFLayout, ModelFields, find_layout
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 from stoop.core.report import Report, quiet
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 # A model above this size in float32 is stored in bfloat16.
 MAX_FLOAT32_BYTES = 4 << 30
-# Values dequantised at once: enough to be quick, few enough to be small.
+# Values dequantised at once: enough to be fast, few enough to use little memory.
 SLICE_ELEMENTS = 4 << 20
 
 ROPE_FACTORS = "rope_freqs.weight"
-MAX_ROPE_FACTORS = 4096  # one for two dimensions of a head
+MAX_ROPE_FACTORS = 4096  # one for every two dimensions of a head
 LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -69,7 +70,7 @@ def convert_gguf(
 
 
 def converted_bytes(source: Path) -> int:
-    """How large the weights of a GGUF file become."""
+    """The size of a GGUF file's weights after conversion."""
     with GGUFFile(source) as file, _sound_metadata(source):
         return sum(tensor.num_bytes for tensor in _plan_tensors(file))
 
@@ -91,7 +92,7 @@ def _describe_model(file: GGUFFile, plan: Sequence[PlannedTensor]) -> dict[str, 
 
 @contextmanager
 def _sound_metadata(source: Path) -> Iterator[None]:
-    """Fields of a wrong type show in as many ways as fields are used."""
+    """Turn the errors that fields of a wrong type cause into one sentence."""
     try:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
@@ -116,7 +117,7 @@ def _plan_tensors(file: GGUFFile) -> list[PlannedTensor]:
         if tensor.name != ROPE_FACTORS
     ]
     _check_complete(file, layout, fields.number("block_count"))
-    # Wider elements first, so that every tensor of the file is aligned.
+    # Wider elements first, so that every tensor in the file is aligned.
     return sorted(plan, key=lambda tensor: -ELEMENT_BYTES[tensor.type_name])
 
 
@@ -133,14 +134,14 @@ def _new_name(name: str, layout: GGUFLayout) -> str:
 
 
 def _part(name: str) -> str:
-    """Of a layer; of other tensors nothing."""
+    """The part of a layer that a tensor is; empty for tensors outside layers."""
     match = LAYER_PATTERN.fullmatch(name)
     return match[2] if match else ""
 
 
 def _check_complete(file: GGUFFile, layout: GGUFLayout, num_layers: int) -> None:
     present = {tensor.name for tensor in file.tensors}
-    # Stops at the first that is missing: the number of layers is only a claim of the file.
+    # Stop at the first missing one: the number of layers is only what the file claims.
     missing = next((name for name in _needed(layout, num_layers) if name not in present), None)
     if missing is not None:
         raise CheckpointError(
@@ -158,7 +159,7 @@ def _needed(layout: GGUFLayout, num_layers: int) -> Iterator[str]:
 
 
 def _kept_type(tensor: GGUFTensor) -> str | None:
-    """The type of an unquantised tensor, which stays as it is."""
+    """The type of an unquantised tensor, which is kept; None if it is quantised."""
     import gguf
 
     kind = gguf.GGMLQuantizationType(tensor.type_code).name
@@ -199,7 +200,7 @@ def _rope_factors(file: GGUFFile) -> list[float] | None:
 def _write_weights(
     path: Path, file: GGUFFile, plan: Sequence[PlannedTensor], report: Callable[[int, int], None]
 ) -> None:
-    """report: called with bytes done of a total"""
+    """Write the safetensors file. report: called with the bytes done and the total"""
     total = sum(tensor.num_bytes for tensor in plan)
     done = 0
     report(done, total)
@@ -214,7 +215,7 @@ def _write_weights(
 
 
 def _header(plan: Sequence[PlannedTensor]) -> bytes:
-    """A safetensors header: its length, then JSON padded so that the data is aligned."""
+    """A safetensors header: its length, then JSON, padded to align the data."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in plan:
@@ -231,7 +232,7 @@ def _header(plan: Sequence[PlannedTensor]) -> bytes:
 
 
 def _pieces(file: GGUFFile, tensor: PlannedTensor) -> Iterator[np.ndarray]:
-    """The tensor's values from front to back, a slice of rows at a time."""
+    """The tensor's values from front to back, one slice of rows at a time."""
     rows = file.rows(tensor.source)  # [rows, bytes of a row] uint8
     if tensor.num_rotated_heads:
         rows = _undo_rotation(rows, tensor)
@@ -245,13 +246,13 @@ def _pieces(file: GGUFFile, tensor: PlannedTensor) -> Iterator[np.ndarray]:
 
 
 def _undo_rotation(rows: np.ndarray, tensor: PlannedTensor) -> np.ndarray:
-    """Put the rows of each head back in halves, where llama.cpp has them in pairs.
+    """Reorder the rows of each head from llama.cpp's interleaved pairs to two halves.
 
     Quantised blocks lie within rows, so rows can be moved before they are dequantised.
     """
     num_heads = tensor.num_rotated_heads
     shape = rows.shape
-    # A bias is one row in the file, with one value for each row of its matrix.
+    # A bias is one row in the file, with one value per row of its matrix.
     rows = rows.reshape(tensor.source.shape[0], -1)
     if len(rows) % (2 * num_heads):
         raise CheckpointError(
@@ -263,7 +264,7 @@ def _undo_rotation(rows: np.ndarray, tensor: PlannedTensor) -> np.ndarray:
 
 
 def _dequantize(rows: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
-    """Rows of bytes to float32 [rows, row length]."""
+    """Turn rows of bytes into float32 [rows, row length]."""
     import gguf
 
     kind = gguf.GGMLQuantizationType(tensor.type_code)

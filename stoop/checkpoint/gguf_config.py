@@ -1,4 +1,4 @@
-"""What GGUF files of every family say alike: token ids, in the words of Hugging Face's files."""
+"""Token ids of GGUF files, which all families share, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def build_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json; every id that ends a turn is an end-of-sequence id."""
+    """generation_config.json, in which every id that ends a turn is an end-of-sequence id."""
     ids = token_ids(metadata)
     ends = [ids.get("eos_token_id"), *_turn_ends(metadata)]
     unique_ends = list(dict.fromkeys(end for end in ends if end is not None))
@@ -17,7 +17,7 @@ def build_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids of bos, eos and padding, those that the file names."""
+    """The ids of bos, eos and padding that the file names."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     named = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in keys.items()}
     return {key: token_id for key, token_id in named.items() if token_id is not None}

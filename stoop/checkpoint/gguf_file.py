@@ -1,7 +1,7 @@
 """The container format of GGUF files: metadata, and where each tensor lies.
 
-We read it ourselves because the `gguf` package's reader trusts the lengths in a file: on a
-damaged one it loops or returns short arrays, where we must say that the file is damaged.
+We read it ourselves because the `gguf` package's reader trusts the lengths in a file: on a damaged
+one it loops or returns short arrays, where we must report the damage.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,10 +23,9 @@ MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4  # as in llama.cpp
-# The least bytes of a field (key length, type, value) and of a tensor's header in a file.
+# The fewest bytes of a field (key length, type, value) and of a tensor's header.
 MIN_FIELD_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
-MAX_SHOWN = 80  # characters of a name in an error message
 STRING_TYPE = 8
 ARRAY_TYPE = 9
 # GGUF value type -> struct format, little-endian.
@@ -35,7 +35,7 @@ SCALAR_FORMATS = {
 
 
 class DamagedFile(Exception):
-    """The bytes do not hold together; `GGUFFile` says so with the file's name."""
+    """The bytes are inconsistent; `GGUFFile` adds the file's name."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class GGUFFile:
         try:
             self._map.close()
         except BufferError:
-            # An error on its way out may still hold an array over the mapping.
+            # A propagating error may still hold an array over the mapping.
             return
 
     def rows(self, tensor: GGUFTensor) -> np.ndarray:
-        """The tensor's bytes as they lie in the file: [rows, bytes of a row] uint8."""
+        """The tensor's bytes as stored in the file: [rows, bytes per row] uint8."""
         import numpy as np
 
         data = np.frombuffer(
@@ -118,7 +118,7 @@ class _Cursor:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
     def count(self, form: str, min_bytes: int) -> int:
-        """A number of things to come, each of at least so many bytes."""
+        """The number of entries that follow, each of at least `min_bytes` bytes."""
         count: int = self.scalar(form)
         if count * min_bytes > self.size - self.position:
             raise DamagedFile(f"it announces {count} entries, more than it has bytes for")
@@ -196,9 +196,9 @@ def _place(header: tuple[str, list[int], int, int], data_start: int, size: int) 
 
 
 def _check_apart(tensors: Sequence[GGUFTensor]) -> None:
-    """Refuse tensors that share bytes or a name: they would be written once for each."""
+    """Refuse tensors that share bytes or a name: the output could be far larger than the file."""
     if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise DamagedFile("it has two tensors of one name")
+        raise DamagedFile("it has two tensors with the same name")
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end:

@@ -1,6 +1,6 @@
-"""What a family of models says of its GGUF files: tensor names, and its config.json.
+"""What a family of models declares about its GGUF files: tensor names, and how to make config.json.
 
-The converter knows none of them. Families register their layouts (models/registry.py).
+The converter knows no family; families register their layouts (models/registry.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stoop.checkpoint.gguf_file import MAX_SHOWN
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 
 class ModelFields:
@@ -25,7 +25,7 @@ class ModelFields:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str) -> int:
-        """A count that must be there, and be the same for all layers."""
+        """A required count that must be the same for all layers."""
         value = self.get(key)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
@@ -48,7 +48,7 @@ class ModelFields:
 
 @dataclass(frozen=True)
 class GGUFContents:
-    """What a file holds, for the config.json to be made of it."""
+    """The contents of a file that its config.json is made from."""
 
     fields: ModelFields
     shapes: Mapping[str, tuple[int, ...]]  # of tensors, by the file's names
@@ -65,16 +65,16 @@ def _not_rotated(part: str, fields: ModelFields) -> int:
 
 @dataclass(frozen=True)
 class GGUFLayout:
-    """The GGUF files of one family, in the words of its Hugging Face checkpoints."""
+    """How the GGUF files of one family map to its Hugging Face checkpoints."""
 
-    architecture: str  # as the file's general.architecture has it
-    outer_names: Mapping[str, str]  # tensors outside of layers
+    architecture: str  # the file's general.architecture
+    outer_names: Mapping[str, str]  # tensors outside layers
     layer_names: Mapping[str, str]  # parts of blk.N, without .weight and .bias
     needed: tuple[str, ...]  # keys of both that every file has
     config: Callable[[GGUFContents], dict[str, Any]]  # config.json, without dtype and token ids
-    # Several families may share an architecture: the first that accepts a file takes it.
+    # Several families may share an architecture: the first that accepts a file converts it.
     accepts: Callable[[ModelFields], bool] = _always
-    # Heads whose rows llama.cpp reordered in this part of a layer; 0: none
+    # The number of heads whose rows llama.cpp reordered in this part of a layer; 0 for none.
     num_rotated_heads: Callable[[str, ModelFields], int] = _not_rotated
     layer_prefix: str = "model.layers."
 
@@ -99,7 +99,7 @@ def find_layout(fields: ModelFields) -> GGUFLayout:
 
 
 def shortest_float(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05 rather than 9.999999747378752e-06."""
+    """The shortest decimal that rounds to this float32: 1e-05, not 9.999999747378752e-06."""
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")
         if struct.pack("<f", short) == struct.pack("<f", value):

@@ -7,22 +7,22 @@ from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from stoop.checkpoint.gguf_file import MAX_SHOWN
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 if TYPE_CHECKING:
     import tokenizers
     from tokenizers import pre_tokenizers
 
 WORD_START = "\u2581"  # SentencePiece writes a space as this block character
-# Tokens of real vocabularies have a few hundred characters at most. Every way of cutting one in two
-# may be a merge, so the work grows with the square of its length.
+# Tokens of real vocabularies have a few hundred characters at most. Every way of splitting one in
+# two may be a merge, so the work grows with the square of its length.
 MAX_PIECE_CHARS = 4096
-# How many characters the merges may have for each of the vocabulary; real ones have 2 to 5.
+# The most characters in merges per character in the vocabulary; real ones have 2 to 5.
 MAX_MERGE_GROWTH = 64
 
-# How texts are cut before byte-pair merging, by the name that GGUF gives the rule. The patterns
-# are those that the models' makers publish; several rules are applied one after the other.
+# How text is split before byte-pair merging, by GGUF's name of the rule. The patterns are those
+# that the models' authors publish; several patterns are applied in sequence.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SINGLE_DIGIT_PATTERN = r"\p{N}"
 LLAMA3_PATTERN = (
@@ -35,7 +35,7 @@ TEKKEN_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What llama.cpp does for files that name no rule.
+# What llama.cpp uses for files that name no rule.
 DEFAULT_PATTERNS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "tekken": (TEKKEN_PATTERN,),
 }
 LLAMA3_RULES = frozenset({"llama-bpe", "llama3", "llama-v3"})
-# These take a word that is in the vocabulary as it is, without merging, and begin with bos.
+# These keep a word that is in the vocabulary whole, without merging, and start text with bos.
 WHOLE_WORD_RULES = LLAMA3_RULES | {"tekken"}
 QWEN2_RULES = frozenset({"qwen2", "deepseek-r1-qwen"})
 
@@ -114,7 +114,7 @@ class TokenizerFields:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer of a GGUF file's metadata; unknown kinds are refused by name."""
+    """Build the tokenizer from a GGUF file's metadata; refuses unknown kinds by name."""
     fields = TokenizerFields(metadata)
     if fields.model == "gpt2":
         tokenizer = _build_byte_level(fields)
@@ -187,7 +187,7 @@ def _new_tokenizer(
         return Tokenizer(models.BPE(vocab=fields.vocabulary, merges=merges, **options))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(
-            f"this GGUF file's tokenizer does not hold together ({str(error)[:MAX_SHOWN]}): "
+            f"this GGUF file's tokenizer is inconsistent ({str(error)[:MAX_SHOWN]}): "
             "download it again"
         ) from error
 
@@ -201,8 +201,8 @@ def _splitter(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
-    # The space that parts the two pieces is not their first character: a piece may begin
-    # with a space in vocabularies that are not byte-level.
+    # The separating space is never the first character: in vocabularies that are not byte-level,
+    # a piece may begin with a space.
     left, separator, right = merge[1:].partition(" ")
     if not separator or not right:
         raise CheckpointError(
@@ -237,8 +237,8 @@ def _build_sentencepiece(fields: TokenizerFields) -> tokenizers.Tokenizer:
 
 
 def _merges_by_score(fields: TokenizerFields) -> Iterator[tuple[str, str]]:
-    """SentencePiece merges the pair whose whole scores best, so every way of making a piece
-    is a merge, and the best piece comes first."""
+    """SentencePiece merges the pair whose result scores best, so every split of a piece into two
+    others is a merge, and the best piece comes first."""
     scores = fields.get("scores")
     if not isinstance(scores, list) or len(scores) != len(fields.tokens):
         raise CheckpointError(
@@ -270,7 +270,7 @@ def _merges_by_score(fields: TokenizerFields) -> Iterator[tuple[str, str]]:
 def _known_halves(
     piece: str, pieces: Mapping[str, float], lengths: AbstractSet[int]
 ) -> list[tuple[str, str]]:
-    """The ways of cutting a piece into two others."""
+    """The splits of a piece into two others."""
     size = len(piece)
     cuts = (cut for cut in range(1, size) if cut in lengths and size - cut in lengths)
     halves = ((piece[:cut], piece[cut:]) for cut in cuts)

@@ -20,13 +20,13 @@ WANTED_FILES = [
     "added_tokens.json", "vocab.json", "merges.txt", "spiece.model", "chat_template*",
     "*.safetensors", "*.safetensors.index.json",
 ]  # fmt: skip
-# Subfolders hold other formats; consolidated files hold the same weights once more.
+# Subfolders hold other formats; consolidated files hold a second copy of the weights.
 UNWANTED_FILES = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
 class HubPlan:
-    """What a download would bring."""
+    """What a download would fetch."""
 
     files: tuple[str, ...]
     missing_bytes: int  # of those files that are not in the hub library's cache
@@ -35,9 +35,9 @@ class HubPlan:
 def fetch_from_hub(
     name: str, revision: str | None, report: Report | None, check_size: bool = False
 ) -> Path:
-    """The local snapshot of a hub id; files already there are not fetched again.
+    """The local snapshot of a hub id; files that are cached are not fetched again.
 
-    check_size: ask the hub for sizes even if the model seems to be here
+    check_size: ask the hub for sizes even if the model seems to be cached
     """
     import huggingface_hub
 
@@ -62,14 +62,14 @@ def fetch_from_hub(
                 ignore_patterns=UNWANTED_FILES,
                 **options,
             )
-    except Exception as error:  # also what the HTTP library below the hub library raises
+    except Exception as error:  # includes errors of the HTTP library that the hub library uses
         raise _hub_problem(name, revision, error) from error
     _check_files(name, [file.name for file in Path(snapshot).iterdir()])
     return Path(snapshot)
 
 
 def plan_download(name: str, revision: str | None) -> HubPlan | None:
-    """Which files a download needs; None if the hub does not say, as when it is out of reach."""
+    """Which files a download needs; None if the hub does not answer."""
     import huggingface_hub
 
     try:
@@ -89,7 +89,7 @@ def plan_download(name: str, revision: str | None) -> HubPlan | None:
                 str,
             )
         )
-    except Exception:  # the download itself says what is wrong, or does without the hub
+    except Exception:  # the download itself reports the error, or works without the hub
         return None
     return HubPlan(tuple(sizes), missing)
 
@@ -101,12 +101,12 @@ def hub_cache_dir() -> Path:
 
 
 def repo_folder(name: str) -> Path:
-    """Where the hub library keeps all that it has of a model."""
+    """The folder of a model in the hub library's cache."""
     return hub_cache_dir() / f"models--{name.replace('/', '--')}"
 
 
 def remove_repo(folder: Path) -> None:
-    """Remove what there is of a model in the hub library's cache, with its locks."""
+    """Remove a model from the hub library's cache, with its locks."""
     if folder.exists():
         shutil.rmtree(folder)
     shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
@@ -140,7 +140,7 @@ def _check_files(name: str, files: Sequence[str]) -> None:
 
 
 def _check_space(name: str, num_bytes: int) -> None:
-    """Refuse before the first byte what the disk cannot hold."""
+    """Refuse a download that the disk cannot hold, before it starts."""
     folder = repo_folder(name)
     while not folder.exists():
         folder = folder.parent
@@ -154,20 +154,20 @@ def _check_space(name: str, num_bytes: int) -> None:
 
 @contextmanager
 def _nothing_left_of_a_failure(name: str) -> Iterator[None]:
-    """Remove what a first download leaves when it fails before it has any weights.
+    """Remove what a first download leaves if it fails before it has any weights.
 
-    Whole weight files stay: the next attempt goes on from there.
+    Complete weight files stay, and the next attempt continues from there.
     """
     folder = repo_folder(name)
     is_new = not folder.exists()
     try:
         yield
     except BaseException:
-        # Files that are not whole are those of another process, which goes on.
+        # Incomplete files belong to another process, which is still downloading.
         others = any(folder.glob("blobs/*.incomplete"))
         weights = any(folder.glob("snapshots/*/*.safetensors"))
         if is_new and folder.exists() and not others and not weights:
-            with suppress(OSError):  # the failure itself is what the user has to know
+            with suppress(OSError):  # the user needs to see the failure itself
                 remove_repo(folder)
         raise
 
@@ -175,7 +175,7 @@ def _nothing_left_of_a_failure(name: str) -> Iterator[None]:
 def _hub_problem(name: str, revision: str | None, error: Exception) -> FetchError:
     from huggingface_hub import errors
 
-    # A gated repository is also a "not found", so the order matters.
+    # The error for a gated repository is a subclass of "not found", so the order matters.
     if isinstance(error, errors.GatedRepoError):
         return FetchError(
             f"{name} is gated: ask for access on its hub page, then log in with 'hf auth login'"
@@ -189,7 +189,7 @@ def _hub_problem(name: str, revision: str | None, error: Exception) -> FetchErro
         return FetchError(f"{name} has no revision {revision!r} on the hub: check the revision")
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return FetchError(
-            f"{name} is no folder here, it is not in the hub cache, and the hub cannot be reached: "
+            f"{name} is neither a folder nor in the hub cache, and the hub cannot be reached: "
             "check the path, or the network"
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -208,10 +208,10 @@ def _reporting_bar(report: Report, stage: str) -> type[Any]:
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     class ReportingBar(tqdm):
-        """Draws nothing; hands the bytes on."""
+        """Draws nothing; reports the bytes."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # A disabled bar would not count.
+            # A disabled bar does not count.
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:

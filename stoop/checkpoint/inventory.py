@@ -1,4 +1,4 @@
-"""What is cached on this machine: models that stoop made, and those that the hub library keeps."""
+"""Lists what is cached on this machine: models that stoop made, and the hub library's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stoop.config.errors import ConfigError, FetchError
 
 @dataclass(frozen=True)
 class CachedModel:
-    name: str  # by which it is removed
+    name: str  # the name to remove it by
     place: Literal["stoop", "hub"]
     num_bytes: int
     folder: Path
@@ -27,13 +27,13 @@ class CachedModel:
 
 
 def list_models() -> list[CachedModel]:
-    """All that is cached, unfinished downloads and conversions included, by name."""
+    """Everything that is cached, including unfinished downloads and conversions, by name."""
     found = [*_made_by_stoop(), *_from_the_hub()]
     return sorted(found, key=lambda model: (model.place != "stoop", model.name, model.note))
 
 
 def find_models(name: str) -> list[CachedModel]:
-    """What is cached under a name, or is the conversion of the .gguf file at that path."""
+    """What is cached under a name, or as the conversion of the .gguf file at that path."""
     path = Path(os.path.expanduser(name)).resolve()
     names = {name, converted_name(path)} if name.lower().endswith(".gguf") else {name}
     found = [model for model in list_models() if model.name in names]
@@ -60,24 +60,24 @@ def _made_by_stoop() -> Iterator[CachedModel]:
         yield CachedModel(folder.name, "stoop", _size(folder), folder, _origin(folder))
     for name, folder in cache.leftovers():
         note = "unfinished"
-        # In a cache that we may not write to there are no locks to ask.
+        # In a read-only cache there are no locks to test.
         with suppress(OSError), cache.lock_if_free(name) as is_free:
             note = note if is_free else "being made by another process"
         yield CachedModel(name, "stoop", _size(folder), folder, note)
 
 
 def _origin(folder: Path) -> str:
-    """Where a whole folder is from, if that is more than its name says."""
+    """Where a complete folder comes from, if its name does not say."""
     manifest = cache.read_manifest(folder)
     if manifest is None:
-        return "damaged, or of another version: made again when it is used"
-    # A conversion notes the path, size and time of its file; a digest has no spaces.
+        return "damaged, or of another version: will be made again when used"
+    # A conversion records the path, size and time of its file; a digest has no spaces.
     path, *state = str(manifest["source"]).rsplit(" ", 2)
     return f"from {path}" if state else ""
 
 
 def _from_the_hub() -> Iterator[CachedModel]:
-    """Every model folder of the hub library's cache, also those that its own scan calls corrupt."""
+    """Every model folder in the hub library's cache, even those that its own scan calls corrupt."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -97,7 +97,7 @@ def _from_the_hub() -> Iterator[CachedModel]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether some snapshot has all the files that its own index names."""
+    """Whether some snapshot has all files that its index names."""
     for snapshot in folder.glob("snapshots/*"):
         try:
             index = json.loads((snapshot / INDEX_FILE).read_text(encoding="utf-8"))
@@ -116,13 +116,13 @@ def _remove_from_hub(name: str) -> None:
 
     folder = hub.repo_folder(name)
     try:
-        # The library knows which files other models share with this one.
+        # The library knows which files several revisions share.
         scan = scan_cache_dir(hub_cache_dir())
         repos = [repo for repo in scan.repos if repo.repo_path == folder]
         revisions = [revision.commit_hash for repo in repos for revision in repo.revisions]
         if revisions:
             scan.delete_revisions(*revisions).execute()
-        hub.remove_repo(folder)  # what no snapshot names, such as unfinished files, and locks
+        hub.remove_repo(folder)  # also what no snapshot names, such as unfinished files and locks
     except (OSError, CacheNotFound) as error:
         raise FetchError(
             f"{name} cannot be removed from {folder.parent} ({error}): check the rights to that "
@@ -136,6 +136,6 @@ def _size(folder: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:  # its maker has just moved it
+            except FileNotFoundError:  # another process has just moved it
                 continue
     return total

@@ -1,4 +1,4 @@
-"""Draft heads that come with stoop, each for the weights that it was trained on."""
+"""Draft heads that ship with stoop, each for the weights that it was trained on."""
 
 import json
 import logging
@@ -9,16 +9,16 @@ from stoop.checkpoint.fingerprint import matches, take_fingerprint
 logger = logging.getLogger(__name__)
 
 HEADS = Path(__file__).parent.parent / "heads"
-SHIPPED = {"smollm2-135m": HEADS / "smollm2-135m"}  # by the name that the head was made for
+SHIPPED = {"smollm2-135m": HEADS / "smollm2-135m"}  # by the model that the head was trained for
 LENGTHS = "acceptance.json"
 FINGERPRINT = "target.json"
 
 
 def shipped_head(model: Path) -> Path | None:
-    """The head that comes with stoop for the weights in the folder `model`, None if none does.
+    """The head that ships with stoop for the weights in the folder `model`, or None.
 
     The folder may be a converted GGUF file, a snapshot from the hub or any other copy. Takes
-    milliseconds, for other models less than one.
+    milliseconds, and less than one for models without a head.
     """
     for head in SHIPPED.values():
         if _is_whole(head) and matches(_read_fingerprint(head), model):
@@ -28,13 +28,13 @@ def shipped_head(model: Path) -> Path | None:
 
 
 def write_fingerprint(model: Path, head: Path) -> None:
-    """Note in the head's folder by what the weights in the folder `model` are known."""
+    """Write the fingerprint of the weights in the folder `model` into the head's folder."""
     text = json.dumps(take_fingerprint(model))
     (head / FINGERPRINT).write_text(text + "\n", encoding="utf-8")
 
 
 def acceptance_lengths(folder: Path) -> list[float]:
-    """Tokens of a step with 1, 2 ... drafts, greedy, as measured when the head was made."""
+    """Tokens per step with 1, 2 ... drafts, greedy, as measured when the head was trained."""
     found = json.loads((folder / LENGTHS).read_text())
     return [float(length) for length in found["tokens_per_step"]]
 

@@ -1,4 +1,4 @@
-"""Tensors of a folder's safetensors files, read one at a time, or of one pickled file."""
+"""Reads a folder's tensors one at a time, from safetensors files or one pickled file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLED_FILE = "pytorch_model.bin"
-# Mistral's folders hold all weights a second time under other tensor names.
+# Mistral's folders hold a second copy of all weights under other tensor names.
 DUPLICATE_FILES = "consolidated*"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies and what it is."""
+    """A tensor's file, shape and size."""
 
     file: Path
     shape: tuple[int, ...]
@@ -75,14 +75,14 @@ class WeightReader:
         return self._entry(name).shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, mapped from its file: bytes are read when they are used."""
+        """The tensor on the CPU, memory-mapped: bytes are read when they are used."""
         from safetensors import SafetensorError
 
         entry = self._entry(name)
         if name in self._pickled:
             return self._pickled[name]
-        # A handle opened per tensor makes a mapping per tensor, which goes when the tensor
-        # goes. A lasting handle maps the whole file, and its pages would pile up.
+        # A handle opened per tensor makes a mapping per tensor, which is freed with the tensor.
+        # A lasting handle maps the whole file, and its resident pages would pile up.
         try:
             with _open(entry.file) as handle:
                 tensor: torch.Tensor = handle.get_tensor(name)
@@ -93,7 +93,7 @@ class WeightReader:
             ) from error
 
     def close(self) -> None:
-        """Forget the files; tensors already given out stay valid."""
+        """Close the files; tensors that were returned stay valid."""
         self._entries, self._pickled = {}, {}
 
     def _entry(self, name: str) -> TensorEntry:
@@ -128,7 +128,7 @@ def _list_indexed(folder: Path) -> dict[str, TensorEntry]:
     weight_map = _read_weight_map(folder / INDEX_FILE)
     entries: dict[str, TensorEntry] = {}
     for file_name in sorted(set(weight_map.values())):
-        # The file itself may be a link out of the folder, as in the hub's cache.
+        # The file itself may be a link to another folder, as in the hub's cache.
         if file_name != Path(file_name).name or "\\" in file_name:
             raise CheckpointError(
                 f"{folder / INDEX_FILE} names {file_name[:80]!r}, which is not a file name in its "
@@ -197,7 +197,7 @@ def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         raise CheckpointError(
-            f"{file} is damaged, or holds more than tensors, which could run code as it is read: "
+            f"{file} is damaged, or holds more than tensors, which could run code when it is read: "
             "convert it to safetensors"
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
@@ -237,7 +237,7 @@ def _describe(file: Path, tensor: Any) -> TensorEntry:
 
 
 def _type_bytes(type_name: str) -> int:
-    """Bytes of an element, read off names such as F32, BF16, F8_E4M3 and BOOL."""
+    """Bytes per element, parsed from names such as F32, BF16, F8_E4M3 and BOOL."""
     digits = type_name.split("_")[0].lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     return int(digits) // 8 if digits else 1
 

@@ -1,6 +1,6 @@
-"""Attention backends as the configuration sees them: names, and what each asks of an engine.
+"""Attention backends as the configuration sees them: names, and what each needs and supports.
 
-A backend declares its traits here (stoop/attention/traits.py does for ours), so that options are
+A backend declares its traits here (stoop/attention/traits.py does so for ours), so that options are
 checked without importing it.
 """
 
@@ -15,26 +15,26 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """What a backend needs and serves; None: anything."""
+    """What a backend needs and supports; None means anything."""
 
     name: str
     devices: tuple[str, ...] | None = None  # device types
     dtypes: tuple[str, ...] | None = None
     head_sizes: tuple[int, ...] | None = None
     block_sizes: tuple[int, ...] | None = None
-    package: str | None = None  # that must be installed
-    # Its plans need the exact length of every row, which the host only knows once the step before
+    package: str | None = None  # a package that must be installed
+    # Its plans need the exact length of every row, which the host only knows once the previous step
     # has returned: no run-ahead.
     exact_lengths: bool = False
-    # It reads the values of masked keys and multiplies them by 0: they must not be NaN.
+    # It reads the values of masked keys and multiplies them by 0, so they must not be NaN.
     zeroed_cache: bool = False
-    draft_backend: str | None = None  # the backend that serves draft decodes in its place
+    draft_backend: str | None = None  # another backend, which serves draft decodes instead
     preferred_on: tuple[
         str, ...
-    ] = ()  # device types whose default it is, where it serves the dtype
+    ] = ()  # device types on which it is the default, if it supports the dtype
 
     def runs(self, device: str, dtype: str) -> bool:
-        """Whether it has kernels for them."""
+        """Whether it supports this device and dtype."""
         kind = device.split(":")[0]
         return _allows(self.devices, kind) and _allows(self.dtypes, dtype)
 
@@ -52,7 +52,9 @@ _TRAITS: dict[str, BackendTraits] = {}
 
 def declare_backend(traits: BackendTraits) -> None:
     if traits.name in _TRAITS or traits.name == AUTO:
-        raise ConfigError(f"an attention backend named {traits.name!r} exists: use another name")
+        raise ConfigError(
+            f"an attention backend named {traits.name!r} already exists: use another name"
+        )
     _TRAITS[traits.name] = traits
 
 
@@ -65,7 +67,7 @@ def backend_traits(name: str) -> BackendTraits:
 
 
 def choose_backend(asked: str, device: str, dtype: str) -> BackendTraits:
-    """The one asked for; with "auto", the device's own, or else the first that serves anything."""
+    """The backend asked for; with "auto", the device's default, else the first for any device."""
     if asked != AUTO:
         return _TRAITS[asked]
     kind = device.split(":")[0]
@@ -74,7 +76,7 @@ def choose_backend(asked: str, device: str, dtype: str) -> BackendTraits:
 
 
 def serving_backends(device: str, dtype: str, head_sizes: Sequence[int]) -> list[str]:
-    """Installed ones that run a model with such heads on a device."""
+    """The installed backends that support this device, dtype and head sizes."""
     return [
         traits.name
         for traits in _TRAITS.values()

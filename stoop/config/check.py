@@ -11,10 +11,10 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def check_options(options: EngineOptions) -> None:
-    """Refuse options that are wrong for every model and for every device that they leave open.
+    """Refuse options that are wrong for every model and for every device that they allow.
 
-    Runs the very checks that an engine's start runs, against a model that allows everything. What
-    depends on the real model is checked again, with it, by `resolve`.
+    Runs the same checks as the start of an engine, with a model that allows everything. `resolve`
+    repeats them with the real model.
     """
     if not isinstance(options.device, str) or not _DEVICE.fullmatch(options.device):
         raise ConfigError(f"device={options.device!r}: use auto, cpu, cuda or cuda:N")

@@ -1,8 +1,8 @@
-"""What goes wrong at the border. Each message is one sentence that says what to do."""
+"""Errors that users see. Each message is one sentence that says what to do."""
 
 
 class StoopError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and fix."""
 
 
 class ConfigError(StoopError, ValueError):
@@ -10,7 +10,7 @@ class ConfigError(StoopError, ValueError):
 
 
 class MemoryShortage(ConfigError):
-    """What was asked for does not fit. The advice is apart: commands have flags of their own."""
+    """What was asked for does not fit in memory. Commands replace the advice by their own flags."""
 
     def __init__(self, problem: str, advice: str) -> None:
         super().__init__(f"{problem}: {advice}")
@@ -18,7 +18,7 @@ class MemoryShortage(ConfigError):
 
 
 class CheckpointError(StoopError):
-    """Files of a model are missing, broken, or of a kind that we cannot load."""
+    """Files of a model are missing, broken, or not supported."""
 
 
 class FetchError(StoopError):
@@ -26,7 +26,7 @@ class FetchError(StoopError):
 
 
 class RequestError(StoopError, ValueError):
-    """One request cannot be served as asked; the engine and its other requests go on."""
+    """One request cannot be served as asked; the engine and other requests continue."""
 
 
 class MissingError(StoopError, AttributeError):

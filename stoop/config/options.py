@@ -1,4 +1,4 @@
-"""Engine options as users write them, names and forms of vLLM included, in stoop's own form."""
+"""Translates engine options as users write them, vLLM's names included, to stoop's own."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ RENAMED = {
     "cudagraph_capture_sizes": "capture_sizes",
     "cuda_graph_sizes": "capture_sizes",
 }
-# Where None means the default, as in vLLM.
+# For these, None means the default, as in vLLM.
 NONE_IS_DEFAULT = (
     "seed",
     "block_size",
@@ -34,7 +34,7 @@ _DTYPE_WORDS: dict[Any, str] = {
     "double": "float64",
     "fp64": "float64",
 }
-# Other words for a value.
+# Synonyms of values.
 SYNONYMS: dict[str, dict[Any, str]] = {
     **dict.fromkeys(("dtype", "weight_dtype", "kv_cache_dtype"), _DTYPE_WORDS),
     "load_format": {"safetensors": "auto", "hf": "auto", "gguf": "auto"},
@@ -43,7 +43,7 @@ SYNONYMS: dict[str, dict[Any, str]] = {
 
 
 def translate(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `EngineOptions`; what stoop cannot honour is refused."""
+    """The fields of `EngineOptions`; refuses what stoop does not support."""
     known = {f.name for f in dataclasses.fields(EngineOptions)}
     _check_others({name: given[name] for name in given if name not in known})
     options = {name: plain(given[name]) for name in given if name in known}
@@ -78,7 +78,7 @@ def _check_others(others: Mapping[str, Any]) -> None:
 
 
 def _put(options: dict[str, Any], name: str, value: Any, source: str) -> None:
-    """Set an option under its own name, unless it was given and says something else."""
+    """Set an option under stoop's name; refuse it if that name was given another value."""
     if options.setdefault(name, value) != value:
         raise ConfigError(f"{source} and {name}={shown(options[name])} disagree: give one of them")
 
@@ -97,14 +97,14 @@ def _synonym(value: Any, words: Mapping[Any, str]) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """Paths and torch devices as text."""
+    """Turn paths and torch devices into text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return str(value) if type(value).__module__ == "torch" else value
 
 
 class EngineArgs(EngineOptions):
-    """`EngineOptions` that also take vLLM's names: `LLM(**dataclasses.asdict(EngineArgs(...)))`."""
+    """`EngineOptions` that also accept vLLM's names, as in `LLM(**asdict(EngineArgs(...)))`."""
 
     def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
         super().__init__(model=model, **translate(options))

@@ -1,4 +1,4 @@
-"""User options and a checkpoint's own facts, checked and merged into one `Config`."""
+"""Checks user options and merges them with a checkpoint's spec into one `Config`."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecew
 MAX_RUN_AHEAD = 8
 _BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 MIN_KV_BLOCKS = 2  # the null block and one to use
-# Beyond anything that runs. Without a limit, a slip of a few digits ends in an allocation error.
+# More than anything that runs. Without a limit, a typo of a few digits ends in an allocation error.
 MAX_COUNT = 2**31 - 1
 MAX_BLOCK_SIZE = 2**16
 MAX_NUM_SEQS = 2**16
@@ -35,14 +35,14 @@ MAX_BATCHED_TOKENS = 2**22
 
 
 def make_options(model: Any, options: Mapping[str, Any]) -> EngineOptions:
-    """Options of a user, in stoop's form and checked as far as no model is needed for it."""
+    """A user's options in stoop's form, with every check that needs no model."""
     made = EngineOptions(model=_path("model", model), **translate(options))
     _check_alone(made)
     return made
 
 
 def _check_alone(options: EngineOptions) -> None:
-    """Each option by itself, but for numbers."""
+    """Check each option by itself, except numbers."""
     _choice("load_format", options.load_format, ("auto", "dummy"))
     for name in ("dtype", "weight_dtype", "kv_cache_dtype"):
         _check_dtype(name, getattr(options, name))
@@ -95,7 +95,7 @@ def resolve(
     device: str,
     spec: SpecConfig | None = None,
 ) -> Config:
-    """`device` is the concrete one that the worker found for `options.device`."""
+    """Make the `Config`. device: the concrete one that the worker chose for `options.device`"""
     _check_alone(options)
     types = _device(options, model, device)
     backend = choose_backend(options.attention_backend, device, types.dtype)
@@ -114,7 +114,7 @@ def resolve(
 
 
 def _device(options: EngineOptions, model: ModelSpec, device: str) -> DeviceConfig:
-    """Weights and KV cache have the dtype of computation unless told otherwise."""
+    """Weights and KV cache have the dtype of computation unless the options say otherwise."""
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     weight_dtype, kv_dtype = (
         dtype if asked == "auto" else asked
@@ -169,7 +169,7 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
         mode = "none" if device == "cpu" else "step"
     if mode == "none" and (sanitize or options.capture_sizes is not None):
         raise ConfigError(
-            "sanitize and capture_sizes are about graphs, and graph_mode is none: choose a mode"
+            "sanitize and capture_sizes apply to graphs, and graph_mode is none: choose a mode"
         )
     if options.capture_sizes is None:
         return GraphConfig(mode, None, sanitize)
@@ -183,7 +183,7 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
 
 
 def _capture_sizes(given: object) -> tuple[int, ...]:
-    """In rising order; empty if there is something else than whole numbers among them."""
+    """The sizes in rising order; empty if one of them is not a whole number."""
     if isinstance(given, str):
         given = [
             int(part) if re.fullmatch(" *[0-9]{1,9} *", part) else part for part in given.split(",")
@@ -206,7 +206,7 @@ def _schedule(
     max_model_len = _given("max_model_len", options.max_model_len, model.max_position)
     if max_model_len > model.max_position:
         raise ConfigError(
-            f"max_model_len={max_model_len} is beyond the {model.max_position} positions that the "
+            f"max_model_len={max_model_len} is above the {model.max_position} positions that the "
             f"model was made for: use at most {model.max_position}"
         )
     default_seqs = 16 if device == "cpu" else 256
@@ -223,10 +223,10 @@ def _schedule(
         MAX_BATCHED_TOKENS,
     )
     if max_tokens < max_num_seqs * (num_drafts + 1):
-        drafts = f" times {num_drafts + 1} tokens of a step" if spec else ""
+        drafts = f" times {num_drafts + 1} tokens per step" if spec else ""
         raise ConfigError(
             f"max_num_batched_tokens={max_tokens} is below max_num_seqs={max_num_seqs}{drafts}, so "
-            "that not every request could decode in a step: raise the first or lower the second"
+            "not every request could decode in one step: raise the first or lower the second"
         )
     if not options.enable_chunked_prefill and max_tokens < max_model_len:
         raise ConfigError(
@@ -263,7 +263,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes of `2147483648`, `2GiB`, `500MB` or `2G`."""
+    """Parse a size such as `2147483648`, `2GiB`, `500MB` or `2G`."""
     text = value if isinstance(value, str) else shown(value)
     match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2]) if match else None

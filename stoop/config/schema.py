@@ -10,7 +10,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What the engine and the scheduler need to know of a model. A family's own spec extends it."""
+    """What the engine and the scheduler need to know of a model; a family's own spec extends it."""
 
     architecture: str
     vocab_size: int
@@ -23,7 +23,7 @@ class ModelSpec:
 
 
 class AttentionSpec(Protocol):
-    """What attention layers and their KV cache read of a family's spec."""
+    """The fields of a family's spec that attention layers and their KV cache read."""
 
     @property
     def num_layers(self) -> int: ...
@@ -57,25 +57,26 @@ class AttentionSpec(Protocol):
 
 
 DraftMethod = Literal["eagle", "eagle3"]
-# How a head picks its drafts: the likeliest tokens; with the noise that will draw the target's, so
-# that like distributions pick the same; or with noise of its own, which takes a ratio test.
+# How a head picks its drafts: greedy takes the most likely tokens; coupled samples with the noise
+# that will draw the target's tokens, so that similar distributions pick the same; probabilistic
+# samples with its own noise, which needs rejection sampling.
 DraftSampleMethod = Literal["greedy", "coupled", "probabilistic"]
 
 
 class HeadSpec(Protocol):
-    """What the engine needs to know of a draft head. The head's own spec has more."""
+    """What the engine needs to know of a draft head; the head's own spec has more."""
 
     @property
     def method(self) -> DraftMethod: ...
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs the head reads; none: its last hidden state."""
+        """Layers of the target whose inputs the head reads; empty for its last hidden state."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it can draft."""
+        """The number of tokens that it can draft."""
         ...
 
     @property
@@ -83,20 +84,20 @@ class HeadSpec(Protocol):
 
     @property
     def max_position(self) -> int:
-        """Positions that it can draft for."""
+        """The number of positions that it can draft for."""
         ...
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """Speculative decoding, settled."""
+    """The settings of speculative decoding."""
 
     method: str
-    num_drafts: int  # K, drafts of a step
+    num_drafts: int  # K, drafts per step
     folder: str | None = None  # of the head
     head: HeadSpec | None = None
     draft_sample_method: DraftSampleMethod = "greedy"
-    # Benchmarks only: draft j is accepted with this chance, whatever it is, if those before were.
+    # Benchmarks only: the probability that draft j is accepted, if all before it were.
     synthetic_rates: tuple[float, ...] | None = None
     prompt_lookup_min: int = 3
     prompt_lookup_max: int = 5
@@ -105,7 +106,7 @@ class SpecConfig:
 @dataclass(frozen=True)
 class LoadConfig:
     folder: str
-    dummy: bool = False  # random weights, none read
+    dummy: bool = False  # random weights; no weight files are read
     seed: int = 0  # of dummy weights
 
 
@@ -118,14 +119,14 @@ class DeviceConfig:
 
     @staticmethod
     def of(device: str, dtype: str) -> "DeviceConfig":
-        """One dtype for all three."""
+        """A device with one dtype for weights, computation and KV."""
         return DeviceConfig(device, dtype, dtype, dtype)
 
 
 @dataclass(frozen=True)
 class CacheConfig:
     block_size: int = 16
-    num_blocks: int | None = None  # exact, null block included; for tests and experts
+    num_blocks: int | None = None  # exact number, including the null block; for tests and experts
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None  # bytes
     enable_prefix_caching: bool = True
@@ -139,16 +140,16 @@ class ScheduleConfig:
     enable_chunked_prefill: bool = True
     num_drafts: int = 0  # K
     drafter_has_kv: bool = False  # in the same blocks as the target's
-    run_ahead: int = 0  # steps under way beside the one whose result is awaited
+    run_ahead: int = 0  # steps in flight besides the one whose result is read next
 
     @property
     def query_len(self) -> int:
-        """Query tokens of a decoding request: its newest token and K places for drafts."""
+        """Query tokens of a decoding request: its newest token and K drafts."""
         return self.num_drafts + 1
 
     @property
     def num_lookahead(self) -> int:
-        """Tokens behind a step's own for which the drafter writes KV."""
+        """Tokens after a step's own for which the drafter writes KV."""
         return self.num_drafts - 1 if self.drafter_has_kv else 0
 
 
@@ -169,7 +170,7 @@ class Config:
     attention_backend: str = "reference"
     graph: GraphConfig = GraphConfig()
     spec: SpecConfig | None = None
-    draft_note: str = ""  # why drafts were chosen, or not, where nobody said so
+    draft_note: str = ""  # why "auto" chose drafts or not
 
     @property
     def head(self) -> HeadSpec | None:
@@ -178,7 +179,7 @@ class Config:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a user may say when an engine is made. `resolve` turns it into a `Config`."""
+    """The options that a user may set on an engine; `resolve` turns them into a `Config`."""
 
     model: str = field(
         default=DEFAULT_MODEL,

@@ -1,4 +1,4 @@
-"""`speculative_config`: what a user may say about drafting, checked key by key."""
+"""Parses and checks `speculative_config`, key by key."""
 
 import dataclasses
 import itertools
@@ -19,13 +19,13 @@ EXAMPLE = '{"method": "eagle3", "model": "path/to/head", "num_speculative_tokens
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The keys, named as vLLM names them."""
+    """The keys, under vLLM's names."""
 
     method: str | None = None
     model: str | None = None
     revision: str | None = None
     num_speculative_tokens: int | None = None
-    draft_sample_method: str | None = None  # coupled, but for n-grams
+    draft_sample_method: str | None = None  # None: coupled, except for n-grams
     rejection_sample_method: str = "standard"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -34,9 +34,9 @@ class SpecOptions:
 
 
 def declare_method(name: str) -> None:
-    """Let `method` name a drafter from outside, which takes num_speculative_tokens and no model."""
+    """Accept a method from outside stoop, which takes num_speculative_tokens and no model."""
     if name in methods():
-        raise ConfigError(f"a drafter named {name!r} exists: use another name")
+        raise ConfigError(f"a drafter named {name!r} already exists: use another name")
     _headless.append(name)
 
 
@@ -50,8 +50,10 @@ def asks_for_auto(given: Any) -> bool:
 
 
 def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | None:
-    """JSON or a mapping into checked options; None and "none" mean no speculation, and "auto"
-    none that was asked for."""
+    """Parse JSON or a mapping into checked options.
+
+    None and "none" mean no speculation; "auto" gives None too (see `asks_for_auto`).
+    """
     if given is None or asks_for_auto(given):
         return None
     if isinstance(given, str) and given.strip().lower() == "none":
@@ -67,7 +69,7 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | No
     for key in given:
         if key not in known:
             names = ", ".join(known)
-            raise _refuse(f"has {shown(key)}, which stoop cannot honour: known are {names}")
+            raise _refuse(f"has the unknown key {shown(key)}: known are {names}")
     options = SpecOptions(**{key: plain(value) for key, value in given.items()})
     _check(options)
     return options
@@ -76,16 +78,16 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | No
 def settle_speculation(
     options: SpecOptions, head: HeadSpec | None, folder: str | None, proposed: int | None = None
 ) -> SpecConfig:
-    """With the head that was found; `proposed` is the number of drafts that its maker names."""
+    """Settle the options. head: the one that was found; proposed: its author's number of drafts"""
     num_drafts = options.num_speculative_tokens or proposed
     if options.num_speculative_tokens is None and (proposed or 0) > MAX_DRAFTS:
         raise _refuse(
-            f"lacks num_speculative_tokens, and the head's maker proposes {proposed}: say how many "
-            f"drafts a step, 1 to {MAX_DRAFTS}"
+            f"lacks num_speculative_tokens (the head's author proposes {proposed}): set it to the "
+            f"drafts per step, 1 to {MAX_DRAFTS}"
         )
     if num_drafts is None:
         raise _refuse(
-            f"lacks num_speculative_tokens: say how many drafts a step, 1 to {MAX_DRAFTS}"
+            f"lacks num_speculative_tokens: set it to the drafts per step, 1 to {MAX_DRAFTS}"
         )
     low, high = _lookup_sizes(options)
     return SpecConfig(
@@ -105,7 +107,7 @@ def _refuse(text: str) -> ConfigError:
 
 
 def _check(options: SpecOptions) -> None:
-    """Each key by itself, and those that exclude each other."""
+    """Check each key by itself, and keys that exclude each other."""
     for name, choices in (
         ("method", (*methods(), None)),
         ("draft_sample_method", (*get_args(DraftSampleMethod), None)),
@@ -129,11 +131,12 @@ def _check(options: SpecOptions) -> None:
     if headless and options.draft_sample_method not in ("greedy", None):
         raise _refuse(
             f"has draft_sample_method={options.draft_sample_method} with method {method}, which "
-            "has no odds: leave it out"
+            "has no probabilities: leave it out"
         )
     if headless and options.rejection_sample_method != "standard":
         raise _refuse(
-            f"has rejection_sample_method=synthetic with method {method}: it may find no drafts"
+            f"has rejection_sample_method=synthetic with method {method}, which may find no "
+            "drafts: use a head"
         )
     looked_up = (options.prompt_lookup_min, options.prompt_lookup_max) != (None, None)
     if looked_up and method != "ngram":
@@ -158,7 +161,7 @@ def _draft_sample_method(options: SpecOptions, head: HeadSpec | None) -> DraftSa
 
 
 def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:
-    """Given one, the other follows it; by default 3 to 5 tokens must repeat."""
+    """prompt_lookup_min and _max: a missing one follows the other; by default 3 and 5."""
     low, high = options.prompt_lookup_min, options.prompt_lookup_max
     for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
         if value is not None:
@@ -171,7 +174,7 @@ def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:
 
 
 def _synthetic_rates(options: SpecOptions, num_drafts: int) -> tuple[float, ...] | None:
-    """The chance of each draft, given that those before it were accepted."""
+    """The probability that each draft is accepted, given that all before it were."""
     if options.rejection_sample_method != "synthetic":
         return None
     if options.synthetic_acceptance_length is not None:
@@ -179,9 +182,9 @@ def _synthetic_rates(options: SpecOptions, num_drafts: int) -> tuple[float, ...]
         if not _is_number(length) or not 1 <= length <= num_drafts + 1:
             raise _refuse(
                 f"has synthetic_acceptance_length={length!r}: use 1 to {num_drafts + 1}, the "
-                "tokens of a step"
+                "tokens per step"
             )
-        # As even as can be: whole positions first, the rest on the next one.
+        # Accept the first positions always, and the next one with the remaining fraction.
         rates = [min(max(length - 1 - j, 0.0), 1.0) for j in range(num_drafts)]
     else:
         given = options.synthetic_acceptance_rates

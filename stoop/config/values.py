@@ -1,4 +1,4 @@
-"""Values that users pass: from numpy or torch to plain Python, and into messages."""
+"""Values that users pass: converts them from numpy or torch, and shows them in messages."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,15 +8,15 @@ MAX_SHOWN = 80  # characters of a value in a message
 
 
 def plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch as Python's own; anything else as it is.
+    """Turn numbers and arrays of numpy and torch into Python's own; return anything else as it is.
 
-    Recognised by their methods, so that neither library has to be imported.
+    They are recognised by their methods, so that neither library has to be imported.
     """
     if isinstance(value, type) or not (hasattr(value, "tolist") and hasattr(value, "ndim")):
         return value
     try:
         return value.tolist()
-    except Exception:  # a tensor without numbers; the check of its type refuses it
+    except Exception:  # a tensor without values; the check of its type will refuse it
         return value
 
 
@@ -29,7 +29,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def shown(value: object) -> str:
-    """The value as a message shows it: on one line, cut if long."""
+    """The value for a message: on one line, truncated if long."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # the repr of any object, or of an integer with too many digits
@@ -38,7 +38,7 @@ def shown(value: object) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """One sentence for an unknown name, with the likeliest meaning or the whole list."""
+    """One sentence for an unknown name, with the closest known name or all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.7)
     advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"

@@ -1,8 +1,8 @@
 """Arguments and methods of vLLM that stoop does not have.
 
-Code written for vLLM passes many arguments that mean nothing here. Each is listed with the values
-that are harmless: those are ignored, and one line of the log says so. Any other value would change
-what the user gets, so it is refused with a sentence that says what to do instead.
+Code written for vLLM passes many arguments that mean nothing here. Each is listed with its harmless
+values: those are ignored, and one line of the log says so. Any other value would change the
+results, so it is refused with a sentence that says what to do instead.
 """
 
 import logging
@@ -53,7 +53,7 @@ _NO_SLEEP = "stoop cannot free memory and come back: delete the LLM and make a n
 _CONFIG_FILE = "stoop reads the model's config.json as it is: change it there"
 
 ENGINE_ARGS: dict[str, Foreign] = {
-    # What is run, and where.
+    # What runs, and where.
     **dict.fromkeys(
         (
             "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
@@ -126,12 +126,12 @@ ENGINE_ARGS: dict[str, Foreign] = {
         0, 1, 2, 3, advice="stoop compiles nothing but graphs: use graph_mode and capture_sizes"
     ),
     "attention_config": _only(advice="use attention_backend"),
-    # Drafts, as vLLM named them before speculative_config.
+    # Speculation, under the names from before speculative_config.
     **dict.fromkeys(
         ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max"),
         _only(advice="use speculative_config"),
     ),
-    # What cannot be asked for.
+    # Features that stoop lacks.
     "enable_lora": _only(False, advice=_NO_LORA),
     "enable_prompt_adapter": _only(False, advice="stoop has no prompt adapters: leave it out"),
     "enable_prompt_embeds": _only(False, advice="a prompt is text or token ids: leave it out"),
@@ -147,7 +147,7 @@ ENGINE_ARGS: dict[str, Foreign] = {
         ),
         _only(advice="it is a sampling option: pass SamplingParams to generate"),
     ),
-    # What only says how, or is about a feature whose use is refused by itself.
+    # How vLLM does its work, and options of features whose use is refused by itself.
     **dict.fromkeys(
         (
             "aggregate_engine_logging", "all2all_backend", "allowed_local_media_path",
@@ -252,7 +252,7 @@ METHODS: dict[str, str] = {
 
 
 def check_foreign(table: Mapping[str, Foreign], given: Mapping[str, Any]) -> str | None:
-    """Why one of these arguments of vLLM must be refused, or None. Ignored ones are logged."""
+    """Why one of these vLLM arguments must be refused, or None. Logs those that are ignored."""
     for name, value in given.items():
         if not table[name].is_harmless(value):
             return f"{name}={shown(value)} is not supported: {table[name].advice}"

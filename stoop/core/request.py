@@ -32,7 +32,7 @@ class PromptLimits:
 
     max_model_len: int
     kv_tokens: int  # tokens that the KV cache can hold
-    at_model_limit: bool = False  # max_model_len is all that the model can do
+    at_model_limit: bool = False  # max_model_len cannot be raised
 
     def check(self, num_tokens: int) -> None:
         """Refuse a prompt of this length if it leaves no room for an answer."""
@@ -121,7 +121,7 @@ class Request:
         self.num_due -= max_new_tokens > 0
 
     def leave_slot(self) -> None:
-        """Keep nothing but the tokens. Results of steps in flight are ignored from here on."""
+        """Keep nothing but the tokens; results of steps in flight are ignored from here on."""
         self.block_ids = []
         self.num_offered_blocks = 0
         self.num_computed = 0

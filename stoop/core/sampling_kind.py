@@ -1,4 +1,4 @@
-"""How much sampling a batch needs, as the keys of graphs say it."""
+"""How much sampling a batch needs; part of a graph's key."""
 
 from enum import Enum
 

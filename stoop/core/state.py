@@ -1,6 +1,7 @@
-"""What layers keep between steps, as numbers: shapes, dtypes and bytes, no tensors.
+"""Specs of what layers keep between steps: shapes, dtypes and bytes, no tensors.
 
-A layer says which state it needs; memory is sized, allocated, checked and counted from that alone.
+A layer declares the state it needs; memory is sized, allocated, checked and counted from that
+alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +35,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class PagedState:
-    """Keys and values of every token, in blocks that all layers number alike.
+    """Keys and values of every token, in blocks whose ids are the same for all layers.
 
     The cache is one tensor, [2, num_blocks, block_size, num_heads, key_dim]: keys, then values.
     Latent attention has no values of its own (`value_dim` 0: they are a view of the keys), and its
@@ -55,7 +56,7 @@ class PagedState:
         return self.num_heads * (self.key_dim + self.value_dim)
 
     def tokens_read(self, context: float) -> float:
-        """Tokens that one query reads after a context of so many."""
+        """Tokens that one query reads after a context of this many."""
         return context if self.window is None else min(context, self.window)
 
     def tensor(self, num_blocks: int, block_size: int, dtype: str) -> TensorSpec:
@@ -66,10 +67,10 @@ class PagedState:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """A fixed amount for every request slot, however long its text is.
+    """A fixed amount of state for every request slot, however long its text is.
 
-    `tensors` exist once a slot. `per_draft` exist for each token of a decode step, K + 1 a slot: a
-    layer notes there what it needs to undo the tokens of rejected drafts.
+    `tensors` exist once per slot. `per_draft` exist once per token of a decode step, K + 1 per
+    slot: a layer stores there what it needs to undo the tokens of rejected drafts.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -79,7 +80,7 @@ class RecurrentState:
         assert not self.tensors.keys() & self.per_draft.keys(), "a name means one tensor"
 
     def slot_tensors(self, query_len: int) -> dict[str, TensorSpec]:
-        """Of one slot. query_len: K + 1"""
+        """The tensors of one slot. query_len: K + 1"""
         logs = {
             name: TensorSpec((query_len, *spec.shape), spec.dtype)
             for name, spec in self.per_draft.items()
@@ -96,9 +97,9 @@ class StateLayout:
 
     states: tuple[State, ...]
     block_size: int
-    num_slots: int  # request slots; tensors have one row more, the sink of padded rows
+    num_slots: int  # request slots; tensors have one more row, the sink of padded rows
     query_len: int  # K + 1
-    dtype: str  # of paged states that name none
+    dtype: str  # of paged states that do not name one
 
     @property
     def paged(self) -> list[PagedState]:
@@ -124,13 +125,13 @@ class StateLayout:
 
     @property
     def recurrent_bytes(self) -> int:
-        """Bytes of all slots and of the sink."""
+        """Bytes of all slots and the sink."""
         return (self.num_slots + 1) * self.slot_bytes
 
     def context_bytes(self, context: float, states: Iterable[State] | None = None) -> float:
-        """Bytes that one decoding request reads of its states after a context of so many tokens.
+        """Bytes of state that one decoding request reads after a context of this many tokens.
 
-        states: of which layers; all by default
+        states: those of some layers; all by default
         """
         total = 0.0
         for state in self.states if states is None else states:

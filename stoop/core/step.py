@@ -8,7 +8,7 @@ from stoop.core.request import TokenRules
 
 @dataclass(frozen=True)
 class Admission:
-    """A request enters a slot. All device state of the slot is written again."""
+    """A request enters a slot; all device state of the slot is rewritten."""
 
     slot: int
     token_ids: list[int]  # the prompt, and after a preemption the output so far

@@ -1,8 +1,8 @@
-"""Memory of intermediates, shared by all tapes, as one pool is shared by all CUDA graphs.
+"""Memory of intermediates that all tapes share, as all CUDA graphs share one pool.
 
-Tapes never run at the same time and keep nothing in it between replays, so each may use the whole
-arena. Within one tape a place is used again once the tensors that had it are gone. The largest
-tape comes first; the others then fit into what it took.
+Tapes never run at the same time and keep nothing in the arena between replays, so each may use all
+of it. Within one tape a place is reused once the tensors that had it are freed. The largest tape is
+captured first; the others then fit into what it took.
 """
 
 import weakref
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 20  # chunks are never smaller
 
 
 class Arena:
-    """Chunks of bytes; a chunk's address never changes."""
+    """An allocator over chunks of bytes whose addresses never change."""
 
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
@@ -40,7 +40,7 @@ class Arena:
     def empty_strided(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """An uninitialised tensor; its place is free again when it is gone."""
+        """An uninitialised tensor, whose place is free again when the tensor is."""
         elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if 0 in size:
             elements = 0
@@ -59,7 +59,7 @@ class Arena:
     def at(
         self, address: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """A tensor over a place, whoever has it now."""
+        """A tensor over a place, whether or not it is in use."""
         chunk = self._chunk_of(address)
         assert chunk is not None, hex(address)
         offset = address - chunk.ctypes.data
@@ -92,9 +92,9 @@ class Arena:
     def _give(
         free: list[tuple[int, int, int]], live: set[tuple[int, int]], place: tuple[int, int, int]
     ) -> None:
-        """Put a place back into the list that it came from, joined with free neighbours.
+        """Return a place to the list that it came from, and join it with free neighbours.
 
-        A place of an earlier tape belongs to a list that nobody uses any more.
+        A place of an earlier tape belongs to a list that is no longer used.
         """
         live.discard(place[:2])
         insort(free, place)
@@ -107,6 +107,6 @@ class Arena:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where a tensor starts; unlike `data_ptr`, also for one without elements."""
+    """The address of a tensor; unlike `data_ptr`, also of one without elements."""
     start = tensor.untyped_storage().data_ptr()
     return start + int(tensor.storage_offset()) * tensor.element_size()

@@ -1,6 +1,6 @@
-"""Persistent buffers, as their owners declare them: how long contents hold, and which part is live.
+"""Persistent buffers, as their owners declare them: how long contents are valid, what is live.
 
-Graphs read buffers by address. The sanitizer goes by these declarations alone.
+Graphs read buffers by address. The sanitizer relies on these declarations alone.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,22 @@ from torch import Tensor
 
 
 class Lifetime(Enum):
+    """How long the contents of a buffer are valid."""
+
     CONSTANT = "constant"  # weights, tables
     SLOT = "slot"  # KV, recurrent state, block tables, request state
-    STEP = "step"  # inputs, metadata, what phases hand over
-    DRAFT = "draft"  # derived again for each draft decode of a step
+    STEP = "step"  # inputs, metadata, what one phase passes to another
+    DRAFT = "draft"  # written again for each draft decode of a step
 
 
 class Extent(Enum):
-    """What the entries of a buffer belong to, and so which of them a step leaves meaningful."""
+    """What the entries of a buffer belong to, which decides which of them a step leaves live."""
 
     TOKENS = "tokens"  # of the batch, along the first axis
     REQS = "requests"  # of the batch, along the first axis
     SLOTS = "slots"  # request slots, along the first axis; the last row is the sink of padding
     BLOCKS = "blocks"  # KV blocks, along the second axis
-    SCRATCH = "scratch"  # none outlives the step
+    SCRATCH = "scratch"  # no entry is live after the step
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,16 @@ class Buffer:
     tensor: Tensor
     lifetime: Lifetime
     extent: Extent = Extent.SCRATCH
-    padding: int | None = None  # what a step leaves past the live entries; None: anything
-    # Its entries along the first axis, where they are stored in another order.
+    padding: int | None = None  # what a step leaves past the live entries; None for anything
+    # Reorders contents so that entries are along the first axis, if they are stored otherwise.
     unpack: Callable[[Tensor], Tensor] | None = None
 
     def entries(self, contents: Tensor) -> Tensor:
-        """contents: of the buffer, now or in a snapshot"""
+        """The entries along the first axis. contents: of the buffer, now or in a snapshot"""
         return contents if self.unpack is None else self.unpack(contents)
 
     def live(self, num_reqs: int, num_tokens: int) -> slice | None:
-        """Of the first axis: entries that count after a step; None: none do."""
+        """The entries that are live after a step, along the first axis; None if none are."""
         if self.extent is Extent.SCRATCH:
             return None
         ends = {
@@ -58,7 +60,7 @@ class Buffer:
 def field_buffers(
     group: Any, lifetime: Lifetime, extent: Extent = Extent.SCRATCH, prefix: str = ""
 ) -> list[Buffer]:
-    """One for every tensor of a dataclass."""
+    """A buffer for every tensor of a dataclass."""
     return [
         Buffer(f"{prefix}{field.name}", getattr(group, field.name), lifetime, extent)
         for field in fields(group)

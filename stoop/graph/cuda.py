@@ -25,7 +25,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class CudaProgram:
-    """Graphs to replay, with calls of Python between them."""
+    """Graphs to replay, with Python calls between them."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -57,7 +57,7 @@ class CudaGraphBackend:
         before = torch.cuda.memory_reserved(self.device)
         self._program = CudaProgram()
         try:
-            # A graph of a former engine that is freed now would break the capture.
+            # Freeing a graph of an earlier engine during the capture would break it.
             with torch.inference_mode(), torch.cuda.stream(self.stream), _no_garbage_collection():
                 self._begin()
                 function()
@@ -73,7 +73,7 @@ class CudaGraphBackend:
         return program
 
     def host_call(self, function: HostFunction, *tensors: Tensor) -> None:
-        """In a capture: end the graph here, leave this call to Python, go on in a new graph."""
+        """In a capture: end the graph here, leave this call to Python, and begin a new graph."""
         assert self._program is not None, "only while capturing"
         self._end()
         self._program.pieces.append(lambda context: function(context, *tensors))
@@ -85,7 +85,7 @@ class CudaGraphBackend:
         if graph is not None:
             with contextlib.suppress(RuntimeError), torch.cuda.stream(self.stream):
                 graph.capture_end()
-            # torch still counts the broken capture as allocating from the pool.
+            # torch still considers the failed capture to be allocating from the pool.
             self.pool = torch.cuda.graph_pool_handle()
 
     def _begin(self) -> None:

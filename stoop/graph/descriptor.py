@@ -1,4 +1,4 @@
-"""How a batch is executed: the modes, and the one key of capture, lookup and logs."""
+"""How a batch is executed: the modes, and the key of capture, lookup and logs."""
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -8,7 +8,7 @@ from stoop.graph.support import GraphSupport
 
 
 class RunMode(IntEnum):
-    """How one batch runs; the larger, the less of its step stays outside graphs."""
+    """How one batch runs, in order of how much of its step graphs hold."""
 
     NONE = 0  # eager
     PIECEWISE = 1  # graphs between attention calls
@@ -31,12 +31,12 @@ class GraphMode(Enum):
         wanted = _DECODE[self]
         needed = GraphSupport.SINGLE_TOKEN if query_len == 1 else GraphSupport.UNIFORM
         if wanted >= RunMode.FULL and support < needed:
-            # A decode batch may still be cut into pieces, unless pieces were not asked for.
+            # A decode batch may still run piecewise, if the mode allows it.
             return RunMode.NONE if self is GraphMode.FULL_DECODE_ONLY else RunMode.PIECEWISE
         return wanted
 
     def mixed_mode(self, support: GraphSupport) -> RunMode:
-        """For batches that hold a prompt, or query tokens in unequal numbers."""
+        """For batches with a prompt, or with unequal numbers of query tokens."""
         wanted = _MIXED[self]
         if wanted is RunMode.FULL and support < GraphSupport.ALWAYS:
             return RunMode.PIECEWISE
@@ -63,16 +63,16 @@ _MIXED = {
 
 @dataclass(frozen=True)
 class BatchExecutionDescriptor:
-    """A batch's padded shape and the way it runs. Frozen and hashable: equal means the same graph.
+    """A batch's padded shape and run mode. Equal descriptors mean the same graph.
 
     PIECEWISE pads tokens but not requests, and takes any query lengths.
     """
 
     mode: RunMode
     num_tokens: int
-    num_reqs: int | None = None  # None: any
-    query_len: int | None = None  # of every request; None: any
-    sampling: SamplingKind | None = None  # STEP holds the sampling too; None: not in the graph
+    num_reqs: int | None = None  # None for any
+    query_len: int | None = None  # of every request; None for any
+    sampling: SamplingKind | None = None  # set for STEP, whose graph includes the sampling
 
     def __str__(self) -> str:
         parts = [self.mode.name, f"{self.num_tokens} tokens"]

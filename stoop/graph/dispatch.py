@@ -1,4 +1,4 @@
-"""From a batch's shape to the smallest graph that serves it, by a table made once."""
+"""Finds the smallest graph that serves a batch, by a table made once."""
 
 import bisect
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 
 
 def default_sizes(limit: int) -> list[int]:
-    """1, 2, 4, then ever larger steps, up to `limit` itself."""
+    """1, 2, 4, then with growing gaps up to `limit` itself."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)}
     sizes |= set(range(256, 513, 64))
     return sorted({size for size in sizes if size < limit} | {min(limit, 512)})
@@ -17,16 +17,16 @@ def default_sizes(limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What decides how a batch runs."""
+    """The properties of a batch that decide how it runs."""
 
     num_reqs: int
     num_tokens: int
-    decode: bool  # every request has exactly the decode stride, and none is in its prompt
+    decode: bool  # every request has exactly the decode query length, and none is in its prompt
     sampling: SamplingKind
 
 
 class Dispatcher:
-    """Decode batches go by their requests, all others by their tokens."""
+    """Picks a decode graph by the number of requests, any other by the number of tokens."""
 
     def __init__(self, descriptors: Iterable[BatchExecutionDescriptor]) -> None:
         self._decode: dict[SamplingKind | None, list[BatchExecutionDescriptor]] = {}
@@ -42,7 +42,7 @@ class Dispatcher:
             assert len(set(sizes)) == len(sizes) and min(sizes, default=1) > 0, sizes
 
     def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
-        """Decode graphs before mixed ones; eager where none fits."""
+        """The descriptor for a batch: decode graphs before mixed ones, eager if none fits."""
         if shape.decode:
             for sampling in (shape.sampling, None):
                 found = _fitting(self._decode.get(sampling, []), shape)
@@ -55,7 +55,7 @@ class Dispatcher:
 def _fitting(
     group: list[BatchExecutionDescriptor], shape: BatchShape
 ) -> BatchExecutionDescriptor | None:
-    """The smallest of a group, sorted by tokens, that holds the batch."""
+    """The smallest of a group, sorted by tokens, that fits the batch."""
     first = bisect.bisect_left(group, shape.num_tokens, key=lambda d: d.num_tokens)
     for descriptor in group[first:]:
         if descriptor.num_reqs is None or descriptor.num_reqs >= shape.num_reqs:

@@ -1,4 +1,4 @@
-"""Captured programs of one segment, by descriptor."""
+"""Captures and replays the programs of one segment, by descriptor."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 
 
 class Program(Protocol):
-    """A captured program; `context` is for the calls that were left to Python."""
+    """A captured program; `context` is passed to the calls that were left to Python."""
 
     def replay(self, context: Any = None) -> None: ...
 
@@ -26,15 +26,15 @@ class GraphBackend(Protocol):
     def capture(self, function: Callable[[], object]) -> Program: ...
 
     def host_call(self, function: Callable[..., None], *tensors: Tensor) -> None:
-        """In a capture: make this call by Python in every replay."""
+        """In a capture: have Python make this call in every replay."""
         ...
 
 
 class GraphWatch(Protocol):
-    """Looks on while graphs are captured and replayed: the sanitizer."""
+    """Observes captures and replays; the sanitizer implements it."""
 
     def learn(self, key: Any, function: Callable[[], object]) -> None:
-        """Run what a capture runs, and remember what its graph will rely on."""
+        """Run what a capture runs, and record what its graph will read."""
         ...
 
     def check_reads(self, key: Any, reader: str) -> None:
@@ -42,7 +42,7 @@ class GraphWatch(Protocol):
         ...
 
     def begin_draft_decode(self) -> None:
-        """What was derived for the draft before is stale from here on."""
+        """From here on, what was derived for the previous draft is stale."""
         ...
 
 
@@ -50,7 +50,7 @@ State = TypeVar("State")
 
 
 class CudaGraphManager:
-    """Holds one program a descriptor. The backend may be CUDA's or the tape."""
+    """Holds one program per descriptor, captured by CUDA graphs or the tape."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CudaGraphManager:
         self.name = name  # of the segment
         self.title = title  # in messages
         self.watch = watch
-        self.capturing = False  # and not warming up
+        self.capturing = False  # False during warm-up
         self._programs: dict[BatchExecutionDescriptor, Program] = {}
 
     @property
@@ -79,10 +79,10 @@ class CudaGraphManager:
         prepare: Callable[[], State],
         run: Callable[[State], None],
     ) -> State:
-        """Returns the state that the graph reads.
+        """Warm up, then capture; returns the state that the graph reads.
 
-        Warm-up has a state of its own: what a backend plans lazily in it must be planned again
-        inside the graph.
+        Warm-up has its own state: what a backend plans lazily in it must be planned again inside
+        the graph.
         """
         self._run_watched(descriptor, functools.partial(run, prepare()))
         state = prepare()
@@ -98,7 +98,7 @@ class CudaGraphManager:
     def replay(
         self, descriptor: BatchExecutionDescriptor, context: Any = None, part: str = ""
     ) -> None:
-        """`part` tells one of several replays in a step from the others."""
+        """Replay the program. part: distinguishes several replays in a step, in messages"""
         if self.watch is not None:
             label = f"{self.title}{part}, " if self.title else ""
             self.watch.check_reads((self.name, descriptor), f"{label}{descriptor}")
@@ -107,8 +107,8 @@ class CudaGraphManager:
     def _run_watched(
         self, descriptor: BatchExecutionDescriptor, function: Callable[[], None]
     ) -> None:
-        """What a graph reads is learnt from its capture, or, as stateful layers between pieces run
-        outside it, from the warm-up of a piecewise one."""
+        """Run, and let the watch learn what the graph reads: from its capture, or, for a piecewise
+        graph, from the warm-up, because stateful layers run outside its capture."""
         pieces = descriptor.mode is RunMode.PIECEWISE
         if self.watch is None or self.capturing == pieces:
             function()

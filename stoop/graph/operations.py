@@ -1,6 +1,6 @@
-"""What an operation does to its arguments, as its schema tells.
+"""What an operation does to its arguments, according to its schema.
 
-A capture asks for every call and a schema does not change, so answers are kept.
+A capture asks this for every call, and schemas do not change, so answers are cached.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LeafMode(TorchDispatchMode):
-    """Sees every operation that is not made of others."""
+    """Intercepts every operation that is not composed of others."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -30,7 +30,7 @@ class LeafMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# They share their argument's memory without saying so in their schema.
+# These share their argument's memory, though their schema does not say so.
 _SILENT_VIEWS = frozenset(
     f"aten::{name}" for name in ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach_")
 )
@@ -38,7 +38,7 @@ _OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What arguments or results are made of, through lists and the like."""
+    """The elements of arguments or results, through lists, tuples and dictionaries."""
     if isinstance(value, tuple | list):
         for each in value:
             yield from leaves(each)
@@ -50,7 +50,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same lists and the like, with each leaf put through the function."""
+    """Apply the function to each leaf, keeping lists, tuples and dictionaries."""
     if isinstance(value, tuple | list):
         return type(value)([mapped(function, each) for each in value])
     if isinstance(value, dict):
@@ -67,7 +67,7 @@ def base_name(func: Any) -> str:
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Made of other operations, which can be watched instead."""
+    """Whether it is composed of other operations, which can be intercepted instead."""
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )
@@ -100,7 +100,7 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 @functools.cache
 def overwrites(func: Any) -> bool:
-    """Whether written arguments are written whole, with no regard to what they held."""
+    """Whether it overwrites all of its written arguments without reading them."""
     writes_out = any(argument.is_out for argument in func._schema.arguments)
     return writes_out or base_name(func) in _OVERWRITES or func.namespace == "stoop"
 
@@ -115,7 +115,7 @@ def returns_tensors(func: Any) -> bool:
 
 
 def argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """An argument by name; True if the operation has none of that name."""
+    """An argument by name; True if the operation has no argument of that name."""
     for index, entry in enumerate(func._schema.arguments):
         if entry.name == name:
             given = args[index] if index < len(args) else kwargs.get(name, entry.default_value)
@@ -125,7 +125,7 @@ def argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 @functools.cache
 def out_variant(func: Any) -> tuple[Any, list[str]]:
-    """The overload that takes the same arguments and writes into given outputs, if there is one."""
+    """The overload with the same arguments that writes into given outputs, if it exists."""
     schema = func._schema
     if any(str(entry.type) != "Tensor" for entry in schema.returns):
         return None, []

@@ -1,8 +1,8 @@
-"""A step as data: a list of phases, and the ways of cutting it into graphs.
+"""A step as data: a list of phases, and how it is cut into graphs.
 
-A phase is a function over persistent buffers with static shapes that takes no decision on the host.
-A graph mode is a way of cutting the list: `cut` says which phases make a segment together, and
-whether a graph holds it.
+A phase is a function over persistent buffers with static shapes that makes no decision on the host.
+A graph mode is a way of cutting the list: `cut` decides which phases form a segment, and whether
+the segment is captured as a graph.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,19 +19,16 @@ HostCall = Callable[[Any], None]  # gets the step's batch
 
 @dataclass(frozen=True)
 class AttentionState:
-    """A batch and its attention metadata: what a captured graph reads, by identity.
-
-    (`CapturedAttentionState` in the reports.)
-    """
+    """A batch and its attention metadata, the objects that a captured graph reads."""
 
     batch: Any  # a padded view of the lane's input buffers
     metadata: Any
 
 
 class Lane(Protocol):
-    """A kind of batch with input buffers, metadata and graph sizes of its own.
+    """A kind of batch with its own input buffers, metadata and graph sizes.
 
-    The target has one; draft decodes, of one token a row, have another.
+    The target has one; draft decodes, with one token per row, have another.
     """
 
     name: str
@@ -39,25 +36,25 @@ class Lane(Protocol):
 
     @property
     def advances(self) -> bool:
-        """Whether metadata can follow the lengths on the device, inside a graph."""
+        """Whether metadata can be updated from the lengths on the device, inside a graph."""
         ...
 
     def dispatch(self, num_reqs: int) -> BatchExecutionDescriptor:
-        """The smallest captured size, or an eager one."""
+        """The smallest captured size that fits, else an eager one."""
         ...
 
     def capture_state(self, descriptor: BatchExecutionDescriptor) -> AttentionState:
-        """A batch of padding alone and fresh metadata; made outside the capture."""
+        """A batch of padding only and fresh metadata; created outside the capture."""
         ...
 
     def live_state(
         self, target: Any, descriptor: BatchExecutionDescriptor, number: int
     ) -> AttentionState:
-        """Metadata refreshed for run `number` (from 1) of a step. target: the target's batch"""
+        """The state of run `number` (from 1) of a step. target: the target's batch"""
         ...
 
     def advance(self, state: AttentionState) -> None:
-        """Fit the metadata to the lengths of the next run, on the device."""
+        """Update the metadata for the lengths of the next run, on the device."""
         ...
 
     def context(self, state: AttentionState) -> Any:
@@ -67,18 +64,18 @@ class Lane(Protocol):
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a step. `reads` and `writes` name persistent buffers; `*` stands for any text."""
+    """One part of a step. `reads` and `writes` name persistent buffers; `*` matches any text."""
 
     name: str
     run: Callable[[Any], None]
     reads: AbstractSet[str]
     writes: AbstractSet[str]
-    forward: bool = False  # a pass through layers, which is worth a graph of its own
-    lane: Lane | None = None  # None: the target's
-    times: int = 1  # runs a step, each on metadata of its own
-    drafts: bool = False  # part of drafting, which a step may go without
+    forward: bool = False  # a pass through layers, which is worth its own graph
+    lane: Lane | None = None  # None for the target's
+    times: int = 1  # runs per step, each with its own metadata
+    drafts: bool = False  # part of drafting, which a step may skip
     title: str = ""  # in messages
-    host_call: HostCall | None = None  # what the host does right before it; graphs end there
+    host_call: HostCall | None = None  # called on the host right before it; graphs end there
 
     @property
     def joins(self) -> bool:
@@ -90,7 +87,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring phases that run together: captured as one graph, or eagerly."""
+    """Consecutive phases that run together, captured as one graph or eagerly."""
 
     phases: tuple[Phase, ...]
     captured: bool
@@ -105,7 +102,7 @@ class Segment:
 
     @property
     def lane(self) -> Lane | None:
-        """That whose sizes it goes by: the target's, unless all of it is on another."""
+        """The lane that decides the size of its graph: that of its first phase."""
         return self.phases[0].lane
 
     @property
@@ -116,9 +113,9 @@ class Segment:
 def cut(mode: RunMode, phases: Sequence[Phase]) -> list[Segment]:
     """The segments of a step whose batch runs in `mode`.
 
-    Eager steps have a segment for each phase. PIECEWISE and FULL capture each forward pass. STEP
-    captures all phases, as few graphs as their host calls and lanes allow. A phase on a lane of its
-    own that joins no graph is captured wherever its lane has sizes to capture.
+    Eager steps have one segment per phase. PIECEWISE and FULL capture each forward pass. STEP
+    captures all phases, in as few graphs as their host calls and lanes allow. A phase on another
+    lane that joins no graph is captured if its lane has sizes to capture.
     """
     segments: list[Segment] = []
     for phase in phases:
@@ -133,7 +130,7 @@ def cut(mode: RunMode, phases: Sequence[Phase]) -> list[Segment]:
 
 
 def undeclared(names: Iterable[str], declared: Iterable[str]) -> list[str]:
-    """Those of `names` that no declaration covers."""
+    """The names that no declaration covers."""
     patterns = list(declared)
     return sorted(
         name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -141,13 +138,13 @@ def undeclared(names: Iterable[str], declared: Iterable[str]) -> list[str]:
 
 
 def check_order(phases: Sequence[Phase], buffers: Sequence[Buffer], by_host: Iterable[str]) -> None:
-    """Every step buffer that a phase reads is written before: by the host, or a phase before it."""
+    """Check that the host or an earlier phase writes every step buffer that a phase reads."""
     written = set(by_host)
     known = [buffer.name for buffer in buffers]
     for phase in phases:
         for pattern in (*phase.reads, *phase.writes):
             if not any(fnmatchcase(name, pattern) for name in known):
-                raise ValueError(f"phase {phase.name} names `{pattern}`, which is no buffer")
+                raise ValueError(f"phase {phase.name} names `{pattern}`, which is not a buffer")
         fresh = [b.name for b in buffers if b.lifetime in (Lifetime.STEP, Lifetime.DRAFT)]
         read = [n for n in fresh if any(fnmatchcase(n, p) for p in phase.reads)]
         missing = undeclared(read, (*written, *phase.writes))

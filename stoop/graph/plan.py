@@ -1,4 +1,4 @@
-"""Which graphs to capture for a mode, and why not more."""
+"""Decides which graphs to capture for a mode, and logs the reasons."""
 
 import logging
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class GraphLimits:
     max_reqs: int
     max_tokens: int
     query_len: int  # query tokens of a request in a decode batch
-    sizes: tuple[int, ...] | None  # asked for by the user; None: the defaults
+    sizes: tuple[int, ...] | None  # from the user; None for the defaults
 
 
 def plan_graphs(

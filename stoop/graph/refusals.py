@@ -1,4 +1,4 @@
-"""What a captured graph cannot do, refused while capturing."""
+"""Refuses, during a capture, what a captured graph cannot do."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -36,14 +36,14 @@ def _shape_depends_on_values(func: Any, args: Any) -> bool:
     name = base_name(func)
     if name in ("aten::index", "aten::index_put_", "aten::index_put"):
         masks = any(index is not None and index.dtype == torch.bool for index in args[1])
-        # A single value into masked places needs no count of them.
+        # Writing a single value through a mask does not need the number of its elements.
         return masks and (name == "aten::index" or args[2].numel() != 1)
     return torch.Tag.dynamic_output_shape in func.tags
 
 
 @contextmanager
 def no_host_reads() -> Iterator[None]:
-    """`.tolist()` and `.numpy()` go past the dispatcher: refuse them in this thread."""
+    """Refuse `.tolist()` and `.numpy()`, which bypass the dispatcher, in this thread."""
     thread = threading.get_ident()
     originals = {name: getattr(Tensor, name) for name in _HOST_READS}
 

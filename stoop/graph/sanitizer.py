@@ -1,11 +1,11 @@
-"""Finds captured graphs that read what nobody refreshed.
+"""Finds captured graphs that read stale buffers.
 
 Every persistent buffer declares a lifetime. Before a step, all buffers that live for one step are
-filled with a mark. What still bears the mark when a graph is about to read it was not written in
-this step: a stale read, reported with the buffer's name and the step that wrote it last.
+filled with a mark. An element that still has the mark when a graph is about to read it was not
+written in this step: a stale read, reported with the buffer's name and the step that last wrote it.
 
-What a graph reads is learnt by watching its capture: elements that are read before the graph itself
-has written them.
+What a graph reads is learnt by watching its capture: the elements that are read before the graph
+itself has written them.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ from stoop.graph.operations import (
 
 
 class SanitizerError(RuntimeError):
-    """A captured graph is not what its phases are."""
+    """A captured graph does not do what its phases do."""
 
 
 class StaleRead(SanitizerError):
@@ -67,13 +67,12 @@ class Sanitizer:
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self.buffers = [b for b in buffers if b.lifetime in (Lifetime.STEP, Lifetime.DRAFT)]
         self.step = 0
-        # By buffer: the step that wrote each element last, 0 for never.
+        # By buffer: the step that last wrote each element, 0 for never.
         self._stamps = {b.name: torch.zeros_like(b.tensor, dtype=torch.int32) for b in self.buffers}
         self._footprints: dict[Any, list[tuple[Buffer, Tensor]]] = {}
 
     def learn(self, key: Any, function: Callable[[], object]) -> list[str]:
-        """Watch a graph's phases and remember which elements they rely on; returns the names of
-        the buffers."""
+        """Watch a graph's phases and record what they read; returns the names of the buffers."""
         with _disable_current_modes():  # a capture around us must not record this
             watcher = _Watcher(self.buffers)
         with watcher:
@@ -89,12 +88,12 @@ class Sanitizer:
         self._mark_all(self.buffers)
 
     def begin_draft_decode(self) -> None:
-        """What was derived for the draft before does not count as fresh."""
+        """From here on, what was derived for the previous draft is stale."""
         self._stamp_written()
         self._mark_all([b for b in self.buffers if b.lifetime is Lifetime.DRAFT])
 
     def check_reads(self, key: Any, reader: str) -> None:
-        """Refuse a replay that would read an element which this step has not written."""
+        """Refuse a replay that would read an element that this step has not written."""
         for buffer, relied in self._footprints[key]:
             stale = _marked(buffer.tensor) & relied.to(buffer.tensor.device)
             if bool(stale.any()):
@@ -112,7 +111,7 @@ class Sanitizer:
 
 
 def _mark(dtype: torch.dtype) -> float | int:
-    """A value that no phase writes, and that does harm as an index."""
+    """A value that no phase writes, and that fails as an index."""
     if dtype.is_floating_point:
         return -54272.0  # exact in every float type that we use
     return 0x5A5A5A5A
@@ -123,7 +122,7 @@ def _marked(tensor: Tensor) -> Tensor:
 
 
 class _Watcher(LeafMode):
-    """Follows reads and writes of buffers, element by element."""
+    """Tracks reads and writes of buffers, element by element."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         super().__init__()
@@ -163,13 +162,13 @@ class _Watcher(LeafMode):
 
 
 def _shadow(buffer: Buffer) -> Tensor:
-    """On the host, so that keeping it up is no part of a CUDA graph being captured."""
+    """A buffer's shadow on the host, so that updating it is not captured into a CUDA graph."""
     assert buffer.tensor.is_contiguous(), buffer.name
     return torch.zeros(buffer.tensor.shape, dtype=torch.bool)
 
 
 def _same_part(shadow: Tensor, tensor: Tensor) -> Tensor:
-    """The elements of a buffer's shadow that a view of the buffer shows, each once."""
+    """The elements of a buffer's shadow that a view of the buffer covers, each once."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     shape = [min(size, 1) if stride == 0 else size for size, stride in pairs]  # expanded
     return shadow.as_strided(shape, tensor.stride(), tensor.storage_offset())

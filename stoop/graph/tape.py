@@ -1,12 +1,12 @@
 """Captured tensor programs on a CPU, with a CUDA graph's semantics.
 
 Capturing runs the Python function with every tensor operation recorded and none executed: outputs
-get memory and no values, as under CUDA stream capture. Replaying executes the recorded operations
-on the recorded addresses; Python is not run again, so host values are those of the capture.
+get memory but no values, as in CUDA stream capture. Replaying executes the recorded operations on
+the recorded addresses; Python is not run again, so host values are those of the capture.
 
 What a CUDA graph refuses is refused here (graph/refusals.py). Our own operations are registered
-with torch.library, so each is one call; inside, it may do as it likes, for it runs anew in every
-replay.
+with torch.library, so each is one call, which may do anything inside because every replay runs it
+again.
 """
 
 import gc
@@ -44,7 +44,7 @@ _capturing = threading.Lock()  # host reads are refused for the whole process, s
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor in the arena, by address: holding the tensor itself would keep its place taken."""
+    """A tensor in the arena, by address; holding the tensor itself would keep its place in use."""
 
     address: int
     size: tuple[int, ...]
@@ -62,7 +62,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _HostEntry:
-    """A call that is made by Python in every replay, between the recorded pieces."""
+    """A call that Python makes in every replay, between the recorded pieces."""
 
     function: HostFunction
     tensors: tuple[Any, ...]
@@ -80,7 +80,9 @@ class Tape:
     @torch.inference_mode()
     def replay(self, context: Any = None) -> None:
         if _Recorder.active_in == threading.get_ident():
-            raise CaptureError("a replay inside a capture would write over its intermediates")
+            raise CaptureError(
+                "a replay inside a capture would overwrite its intermediates: replay after it"
+            )
         for call in self._calls:
             call(context)
 
@@ -100,7 +102,7 @@ class TapeBackend:
 
     def capture(self, function: Callable[[], object]) -> Tape:
         if _Recorder.active_in == threading.get_ident():
-            raise CaptureError("a capture inside a capture: end the first one before")
+            raise CaptureError("a capture inside a capture: end the first one first")
         with _capturing:
             self.arena.restart()
             self._recorder = _Recorder(self.arena)
@@ -117,28 +119,28 @@ class TapeBackend:
     def host_call(self, function: HostFunction, *tensors: Tensor) -> None:
         """In a capture: leave this call to Python. It runs in every replay, on these tensors."""
         if self._recorder is None:
-            raise CaptureError("host_call belongs into a capture")
+            raise CaptureError("host_call outside a capture: call it inside one")
         self._recorder.record_host_call(function, tensors)
 
     def _refuse_escapes(self) -> None:
-        """The next tape has the whole arena: what is kept of this one would be written over."""
+        """Refuse intermediates that outlive the capture: the next tape would overwrite them."""
         if self.arena.num_live:
             gc.collect()
         if self.arena.num_live:
             raise CaptureError(
-                f"{self.arena.num_live} intermediates outlive the capture: copy what is kept into "
+                f"{self.arena.num_live} intermediates outlive the capture: copy what you keep into "
                 "a persistent buffer"
             )
 
 
 class _Recorder(LeafMode):
-    active_in: int | None = None  # the thread that captures now
+    active_in: int | None = None  # the thread that is capturing
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
         self.arena = arena
         self.entries: list[_Entry | _HostEntry] = []
-        self._constants: dict[int, Tensor] = {}  # made by the host in this capture, by address
+        self._constants: dict[int, Tensor] = {}  # created by the host in this capture, by address
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_uncapturable(func, args, kwargs)
@@ -169,17 +171,19 @@ class _Recorder(LeafMode):
         return result
 
     def _without_outputs(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Nothing comes back but a number, which does not depend on values; or nothing at all."""
+        """An operation that returns nothing, or a number that does not depend on values."""
         if func._schema.returns:
             return func(*args, **kwargs)
         self._record(func, args, kwargs, ())
         return None
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
-        """Shapes must fit now, not at the first replay, and constants are not for writing."""
+        """Refuse wrong shapes now rather than at the first replay, and writes into constants."""
         for tensor in written:
             if tensor.untyped_storage().data_ptr() in self._constants:
-                raise CaptureError(f"{func} writes into a constant, which a replay does not renew")
+                raise CaptureError(
+                    f"{func} writes into a constant, which a replay does not reset: clone it first"
+                )
         if func.namespace == "stoop":
             return
         after = _on_meta(func, args, kwargs).written
@@ -187,7 +191,7 @@ class _Recorder(LeafMode):
             raise CaptureError(f"{func} changes the shape of a tensor: give it the right one")
 
     def _allocate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Outputs without values, of the shapes that the operation would give."""
+        """Uninitialised outputs of the shapes that the operation returns."""
         return mapped(self._empty, _on_meta(func, args, kwargs).returned)
 
     def _empty(self, shape: Any) -> Any:
@@ -201,9 +205,9 @@ class _Recorder(LeafMode):
         self.entries.append(_Entry(func, args, kwargs, places))
 
     def _reference(self, value: Any) -> Any:
-        """How an entry remembers an argument: by place in the arena, or by an alias outside it.
+        """How an entry stores an argument: by its place in the arena, or as an alias if outside it.
 
-        The alias keeps the address even if `value.data` is set to something else later.
+        The alias keeps the address even if `value.data` is assigned later.
         """
         if not isinstance(value, Tensor):
             return value
@@ -220,7 +224,7 @@ class _Recorder(LeafMode):
 
 
 def _returned(func: Any, written: list[Any]) -> Any:
-    """An operation that writes into arguments returns them, if anything."""
+    """What an operation that writes into arguments returns: those arguments, or nothing."""
     returns = func._schema.returns
     if not returns:
         return None
@@ -259,7 +263,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> _MetaRun:
 
 
 def _signature(value: Any) -> Any:
-    """All of an argument that its operation's shapes can depend on."""
+    """The part of an argument that the shapes of an operation's outputs can depend on."""
     if isinstance(value, Tensor):
         return _shape_of(value)
     if isinstance(value, tuple | list):
@@ -294,7 +298,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _bind(entry: _Entry | _HostEntry, tensor: Callable[[Any], Any]) -> Call:
-    """The recorded operation as a call that writes to its recorded addresses."""
+    """The recorded operation as a call that writes to the recorded addresses."""
     if isinstance(entry, _HostEntry):
         function, tensors = entry.function, tuple(map(tensor, entry.tensors))
         return lambda context: function(context, *tensors)

@@ -10,12 +10,12 @@ from stoop.core.state import PagedState
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.stateful import ForwardContext, StatefulLayer
-from stoop.layers.weights import WeightSlot, prefixed
+from stoop.layers.weights import WeightView, prefixed
 from stoop.ops.rope import HeadNorms, Rotation, rotate, rotate_and_store
 
 
 class Attention(StatefulLayer):
-    """`in_size` is that of the input where it is not the model's."""
+    """Self-attention with a paged KV cache. in_size: if the input is not of `hidden_size`"""
 
     def __init__(
         self, spec: AttentionSpec, *, window: int | None, in_size: int | None = None
@@ -56,9 +56,9 @@ class Attention(StatefulLayer):
         ctx: ForwardContext,
         keep: bool = False,
     ) -> Tensor:
-        """The stream with what `x`, normalised by `norm`, attends to.
+        """Add the attention of `x`, normalised by `norm`, to the stream.
 
-        keep: the stream is used later, too, so its memory must not be taken
+        keep: the caller still needs the input stream, so it must not be overwritten
         """
         shape = self.shape
         qkv = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
@@ -82,12 +82,12 @@ class Attention(StatefulLayer):
         return qkv.new_empty(qkv.shape[0], self.shape.num_heads, self.shape.head_dim)
 
     def rotated(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, for a context that attends without a cache."""
+        """Queries, keys and values, for a context without a cache."""
         return rotate(qkv, self.shape.num_kv_heads, rotation, self.head_norms)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from self.qkv_proj.weight_slots()
-        yield from self.o_proj.weight_slots()
+    def weight_views(self) -> Iterator[WeightView]:
+        yield from self.qkv_proj.weight_views()
+        yield from self.o_proj.weight_views()
         if self.q_norm is not None and self.k_norm is not None:
-            yield from prefixed("q_norm", self.q_norm.weight_slots())
-            yield from prefixed("k_norm", self.k_norm.weight_slots())
+            yield from prefixed("q_norm", self.q_norm.weight_views())
+            yield from prefixed("k_norm", self.k_norm.weight_views())

@@ -1,16 +1,16 @@
-"""Linear layers, alone or several of one input fused into one matrix."""
+"""Linear layers, single or fused: several projections of one input in one matrix."""
 
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from stoop.layers.norm import RMSNorm
-from stoop.layers.weights import MatrixLayer, WeightSlot, empty_parameter, vector_slot
+from stoop.layers.weights import MatrixLayer, WeightView, empty_parameter, vector_view
 from stoop.ops.linear import linear, linear_add, norm_linear, norm_linear_silu
 
 
 class FusedLinear(MatrixLayer):
-    """Projections of one input, stacked: one matrix product instead of several."""
+    """Projections of one input, stacked into one matrix and computed by one GEMM."""
 
     weight: nn.Parameter
 
@@ -28,7 +28,7 @@ class FusedLinear(MatrixLayer):
     def onto(
         self, x: Tensor, stream: Tensor, *, keep: bool = False, prefetch_weight: bool = False
     ) -> Tensor:
-        """Its outputs added to the residual stream; options as in `linear_add`."""
+        """Add the outputs to the residual stream. Options are those of `linear_add`."""
         options = {"keep": keep, "prefetch_weight": prefetch_weight}
         return linear_add(x, self.matrix, self.bias, stream, **options)
 
@@ -36,13 +36,13 @@ class FusedLinear(MatrixLayer):
         return norm_linear(x, norm.weight, norm.eps, self.matrix, self.bias)
 
     def gated_of_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """silu of its first half times the second."""
+        """silu of the first half of the outputs, times the second half."""
         return norm_linear_silu(x, norm.weight, norm.eps, self.matrix, self.bias)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_views(self) -> Iterator[WeightView]:
         start = 0
         for name, size in zip(self.names, self.out_sizes, strict=True):
-            yield self._slot(f"{name}.weight", start, size)
+            yield self._view(f"{name}.weight", start, size)
             if self.bias is not None:
-                yield vector_slot(f"{name}.bias", self.bias[start : start + size])
+                yield vector_view(f"{name}.bias", self.bias[start : start + size])
             start += size

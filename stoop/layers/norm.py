@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from stoop.layers.weights import WeightSlot, empty_parameter, vector_slot
+from stoop.layers.weights import WeightView, empty_parameter, vector_view
 from stoop.ops.norm import rms_norm
 
 
@@ -17,5 +17,5 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield vector_slot("weight", self.weight)
+    def weight_views(self) -> Iterator[WeightView]:
+        yield vector_view("weight", self.weight)

@@ -1,4 +1,4 @@
-"""Rotary tables: cosines and sines of every position, for each kind of scaling."""
+"""Rotary tables: cos and sin of every position, for each kind of scaling."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """How positions turn into rotations; `kind` says which of the other fields count."""
+    """How positions become rotations; `kind` says which of the other fields apply."""
 
     theta: float
     kind: RopeKind = "default"
@@ -30,7 +30,7 @@ class RopeSpec:
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 on the CPU. float32 throughout, as the checkpoints were trained."""
+    """[head_dim / 2] float32 on the CPU; computed in float32, as the checkpoints were trained."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     base = 1.0 / (spec.theta**exponents)
     if spec.kind == "linear":
@@ -45,7 +45,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those in between."""
     wavelength = 2 * math.pi / base
     longest = spec.original_max_position / spec.low_freq_factor
     shortest = spec.original_max_position / spec.high_freq_factor
@@ -59,10 +59,10 @@ def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, base: Tensor, head_dim: int) -> Tensor:
-    """A ramp over the dimensions from kept frequencies to ones divided by `factor`."""
+    """Ramp over the dimensions from unchanged frequencies to ones divided by `factor`."""
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns this often over the original length."""
+        """The dimension that makes this many rotations over the original length."""
         ratio = spec.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
 
@@ -78,7 +78,7 @@ def _yarn(spec: RopeSpec, base: Tensor, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin by position, made once on the device, shared by all layers."""
+    """cos and sin by position, computed once on the device and shared by all layers."""
 
     def __init__(
         self,
@@ -95,5 +95,5 @@ class RotaryTable:
         self.table = table.to(device=device, dtype=dtype)  # [2, num_positions, head_dim / 2]
 
     def at(self, positions: Tensor) -> Rotation:
-        """Of [tokens] positions."""
+        """The rotation of [tokens] positions."""
         return Rotation(self.table, positions)

@@ -1,9 +1,9 @@
-"""Layers that keep something between steps, and the context that runs them.
+"""Layers that keep state between steps, and the context that runs them.
 
-A model calls `ctx.run(layer, *inputs)`; the context has the layer's state and this step's metadata
-and calls `layer.core(state, metadata, *inputs)`. That call is the only place where state is read or
-written, so a context decides how it happens: right away, by Python between the pieces of a graph,
-or without any cache while a draft head is trained.
+A model calls `ctx.run(layer, *inputs)`; the context holds the layer's state and this step's
+metadata and calls `layer.core(state, metadata, *inputs)`. Only that call reads or writes state, so
+a context decides how it happens: directly, by Python between the pieces of a graph, or without a
+cache while a draft head is trained.
 """
 
 import dataclasses
@@ -19,24 +19,25 @@ Input = Any  # a tensor, or a dataclass whose fields are tensors
 
 
 class StatefulLayer(nn.Module):
-    """A layer with a state; `number_layers` tells it which one is its own."""
+    """A layer with a state; `number_layers` sets its index."""
 
     index = -1  # of its state among those of all layers
 
     @property
     def state(self) -> State:
-        """What it keeps, as numbers."""
+        """The spec of what it keeps."""
         raise NotImplementedError
 
     def core(self, state: Any, metadata: Any, *inputs: Input) -> Tensor:
         """Read and update the state.
 
-        state: its tensor, or its tensors by name; metadata: of this step, for states of its kind
+        state: its tensor, or its tensors by name
+        metadata: this step's, for states of this kind
         """
         raise NotImplementedError
 
     def empty_output(self, *inputs: Input) -> Tensor:
-        """An uninitialised tensor of the shape that `core` returns."""
+        """An uninitialised tensor with the shape of what `core` returns."""
         raise NotImplementedError
 
 
@@ -45,7 +46,7 @@ class HasModules(Protocol):
 
 
 def stateful_layers(*modules: HasModules) -> list[StatefulLayer]:
-    """Those of all modules, in order."""
+    """The stateful layers of all modules, in order."""
     every = (layer for module in modules for layer in module.modules())
     return [layer for layer in every if isinstance(layer, StatefulLayer)]
 
@@ -56,16 +57,16 @@ def number_layers(layers: Iterable[StatefulLayer]) -> None:
 
 
 class ForwardContext(Protocol):
-    """What layers need beside their inputs; passed down, never a global."""
+    """What layers need besides their inputs; it is an argument, never a global."""
 
     def run(self, layer: StatefulLayer, *inputs: Input) -> Tensor:
-        """The layer's `core` on its state."""
+        """Call the layer's `core` with its state."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StateContext:
-    """Runs each layer right where it is called."""
+    """Runs each layer directly."""
 
     states: Sequence[Any]  # by layer: a tensor, or tensors by name
     metadata: Mapping[type[State], Any]
@@ -75,14 +76,14 @@ class StateContext:
 
 
 class BreakingContext:
-    """In a piecewise capture: leaves stateful layers to Python, on tensors of the graphs around."""
+    """For piecewise capture: ends the graph at each stateful layer, which Python then calls."""
 
     def __init__(self, backend: GraphBackend) -> None:
         self.backend = backend
 
     def run(self, layer: StatefulLayer, *inputs: Input) -> Tensor:
         out = layer.empty_output(*inputs)
-        kinds = [type(each) for each in inputs]  # a call must not keep tensors of the capture
+        kinds = [type(each) for each in inputs]  # `call` must not keep tensors of the capture
 
         def call(context: ForwardContext, *tensors: Tensor) -> None:
             *read, written = tensors
@@ -103,7 +104,7 @@ def _flatten(inputs: Sequence[Input]) -> list[Tensor]:
 
 
 def _rebuild(kinds: Sequence[Any], tensors: Iterable[Tensor]) -> list[Input]:
-    """Inputs of these types, from the tensors that `_flatten` gave."""
+    """Undo `_flatten`: build inputs of these types from tensors."""
     rest = iter(tensors)
     return [
         next(rest)

@@ -1,7 +1,7 @@
-"""Weights of layers: the values that products take, and where each tensor of a checkpoint goes.
+"""Weights of layers: the values that GEMMs take, and where each checkpoint tensor is loaded.
 
-A module lists its checkpoint tensors with views into its own, possibly fused, parameters. Loading
-stores each straight into its view; nothing is concatenated in between.
+A module lists its checkpoint tensors as views into its own, possibly fused, parameters. Loading
+copies each tensor straight into its view; nothing is concatenated.
 """
 
 from collections.abc import Iterator
@@ -14,49 +14,51 @@ from stoop.ops.dense import DENSE, dense
 from stoop.ops.weight import Scheme, Weight
 
 
-class WeightSlot(NamedTuple):
-    name: str  # in the checkpoint
-    weight: Weight  # a view: all of a parameter, or some of its rows
+class WeightView(NamedTuple):
+    """A checkpoint tensor's name, and the part of a parameter that it is loaded into."""
+
+    name: str
+    weight: Weight  # all of a parameter, or some of its rows
 
     @property
-    def view(self) -> Tensor:
+    def data(self) -> Tensor:
         return self.weight.data
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the checkpoint has it."""
+        """The shape of the tensor in the checkpoint."""
         return self.weight.scheme.shape(self.weight)
 
     def fill(self, values: Tensor) -> None:
         self.weight.scheme.store(self.weight, values)
 
 
-def vector_slot(name: str, parameter: Tensor) -> WeightSlot:
-    """Of a norm or a bias, which are dense whatever the matrices are."""
-    return WeightSlot(name, dense(parameter.data))
+def vector_view(name: str, parameter: Tensor) -> WeightView:
+    """The view of a norm or a bias, which is dense whatever scheme the matrices have."""
+    return WeightView(name, dense(parameter.data))
 
 
-def prefixed(prefix: str, slots: Iterator[WeightSlot]) -> Iterator[WeightSlot]:
-    for slot in slots:
-        yield WeightSlot(f"{prefix}.{slot.name}", slot.weight)
+def prefixed(prefix: str, views: Iterator[WeightView]) -> Iterator[WeightView]:
+    for view in views:
+        yield WeightView(f"{prefix}.{view.name}", view.weight)
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    """A parameter in the default dtype and device, to be filled by a loader."""
+    """An unfilled parameter in the default dtype, on the default device."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
 class MatrixLayer(nn.Module):
-    """A layer around one matrix, which is an ordinary parameter called `name`.
+    """A layer with one matrix, which is an ordinary parameter called `name`.
 
-    `matrix` is that parameter as a value for products. It is made in the default dtype, that of
-    computation; `store_as` gives it another one.
+    `matrix` is that parameter as a `Weight`. It is created in the default dtype, that of
+    computation; `store_as` changes it.
     """
 
     def __init__(self, name: str, num_outputs: int, num_inputs: int, *, own: bool = True) -> None:
-        """own: False for a layer that borrows its matrix"""
+        """own: False for a layer that uses another layer's matrix"""
         super().__init__()
-        self.compute_dtype: torch.dtype | None = None  # where the matrix is stored in another
+        self.compute_dtype: torch.dtype | None = None  # set if the matrix has another dtype
         self._name, self._size = name, (num_outputs, num_inputs)
         self._matrix: Weight | None = None
         self.scheme: Scheme = DENSE
@@ -70,8 +72,7 @@ class MatrixLayer(nn.Module):
             self.register_parameter(name, parameter)
 
     def store_as(self, dtype: torch.dtype, scheme: Scheme = DENSE) -> None:
-        """Keep the matrix in another dtype than that of computation, or in another scheme; before
-        it is filled."""
+        """Store the matrix in another dtype or scheme. Call this before it is filled."""
         parameter = self._parameters[self._name]
         if parameter is None or (parameter.dtype == dtype and scheme is self.scheme):
             return
@@ -81,22 +82,22 @@ class MatrixLayer(nn.Module):
 
     @property
     def matrix(self) -> Weight:
-        """The value that products take; made again whenever the parameter is another one."""
+        """The parameter as a `Weight`, cached until the parameter is replaced."""
         data, known = self._parameters[self._name], self._matrix
         if known is None or known.data is not data:
             assert data is not None
             known = self._matrix = Weight(data, self._parameters["scales"], self.scheme)
         return known
 
-    def _slot(self, name: str, start: int, count: int) -> WeightSlot:
-        """Of some of its rows. Without autograd, as `data` of parameters is."""
+    def _view(self, name: str, start: int, count: int) -> WeightView:
+        """A view of some rows of the matrix, detached from autograd."""
         data, scales, scheme = self.matrix
         detached = Weight(data.data, None if scales is None else scales.data, scheme)
-        return WeightSlot(name, detached.rows(start, count))
+        return WeightView(name, detached.rows(start, count))
 
 
 def store_matrices_as(module: nn.Module, dtype: torch.dtype) -> None:
-    """Of all layers; norms and biases keep the dtype of computation."""
+    """Store the matrices of all layers in `dtype`; norms and biases keep that of computation."""
     for layer in module.modules():
         if isinstance(layer, MatrixLayer):
             layer.store_as(dtype)

@@ -1,7 +1,7 @@
-"""What the rest of the engine asks of a model and of a draft model.
+"""The protocols that models and draft models implement for the rest of the engine.
 
-Nothing outside of models/ names a model class: models come from `registry` and `loader`, draft
-models from `head_loader`.
+Nothing outside models/ names a model class: models come from `registry` and `loader`, draft models
+from `head_loader`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from stoop.config.schema import HeadSpec, ModelSpec
 from stoop.layers.embedding import Embedding, OutputHead
 from stoop.layers.norm import RMSNorm
 from stoop.layers.stateful import ForwardContext
-from stoop.layers.weights import WeightSlot
+from stoop.layers.weights import WeightView
 from stoop.model_state.base import ModelState, ModelStateSetup
 
 
 class Module(Protocol):
-    """What both are: a module with weights. Its stateful layers say what they keep."""
+    """What both protocols share: a module with weights. Its stateful layers declare their state."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
@@ -29,8 +29,8 @@ class Module(Protocol):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        """Every tensor that its checkpoint must have, by the checkpoint's names."""
+    def weight_views(self) -> Iterator[WeightView]:
+        """Every tensor that the checkpoint must have, under the checkpoint's names."""
         ...
 
 
@@ -54,11 +54,11 @@ class Model(Module, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation. Matrices may be stored in another."""
+        """The dtype of computation; matrices may be stored in another one."""
         ...
 
     def prepare(self, num_positions: int) -> None:
-        """Make what is derived rather than loaded, such as rotary tables."""
+        """Compute tensors that are derived rather than loaded, such as rotary tables."""
         ...
 
     def __call__(
@@ -69,91 +69,93 @@ class Model(Module, Protocol):
         taps: Sequence[int] = (),
         out: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states, in `out` if
-        given.
+        """Map [tokens] ids and positions to [tokens, hidden_size] normalised hidden states.
 
-        Returned with them: the residual stream as it enters each layer of `taps`, or, for the
-        number of layers, as it leaves the last one.
+        They are written to `out` if it is given. Also returns the residual stream at each tap: as
+        it enters layer `tap`, or, where the tap is the number of layers, as it leaves the last one.
         """
         ...
 
     def make_model_state(self, setup: ModelStateSetup) -> ModelState:
-        """What moves its states from step to step: `DefaultModelState` if they are KV alone."""
+        """Create the object that carries its states from step to step.
+
+        A model whose only state is KV returns a `DefaultModelState`.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] to [n, vocab_size], in float32 or better."""
+        """Map [n, hidden_size] to [n, vocab_size], in float32 or better."""
         ...
 
     def is_derived(self, name: str) -> bool:
-        """Whether a checkpoint's tensor follows from others, and is not loaded."""
+        """Whether a checkpoint tensor can be derived from others and is not loaded."""
         ...
 
     def bytes_read(self) -> int:
-        """Bytes of weights that a step of few tokens reads."""
+        """Bytes of weights that a step with few tokens reads."""
         ...
 
 
 class DraftModel(Module, Protocol):
-    """A head that drafts from the target's hidden states, one token a pass."""
+    """A head that drafts from the target's hidden states, one token per pass."""
 
     @property
     def spec(self) -> HeadSpec: ...
 
     @property
     def norm(self) -> RMSNorm | None:
-        """The last norm, if it has one."""
+        """The final norm, if the head has one."""
         ...
 
     @property
     def lm_head(self) -> OutputHead | None:
-        """None: it borrows the target's."""
+        """The head's own LM head; None if it uses the target's."""
         ...
 
     @property
     def d2t(self) -> Tensor | None:
-        """[draft vocabulary] int64: token ids of the target less those of drafts; None: alike."""
+        """[draft vocabulary] int64: target id minus draft id; None if the ids are the same."""
         ...
 
     @property
     def output_head(self) -> OutputHead:
-        """Its own LM head or the target's."""
+        """The head's own LM head or the target's."""
         ...
 
     def attach(self, target: Model, num_positions: int) -> None:
-        """Borrow from the target what the head lacks; make its rotary table."""
+        """Use the target's modules where the head has none of its own; build the rotary table."""
         ...
 
     def condense(self, streams: Tensor) -> Tensor:
-        """[tokens, number of taps, target_hidden_size] to features [tokens, hidden_size]"""
+        """Map [tokens, number of taps, target_hidden_size] to features [tokens, hidden_size]."""
         ...
 
     def __call__(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """One pass: [tokens, hidden_size], the stream as it leaves the last layer."""
+        """Run one pass; returns [tokens, hidden_size], the stream as it leaves the last layer."""
         ...
 
     def finish(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows of the stream: states to make logits of, and features for the next pass."""
+        """Turn rows of the stream into states for `logits` and features for the next pass."""
         ...
 
     def take(self, stream: Tensor, index: Tensor | None, features: Tensor) -> Tensor:
-        """`finish` of the rows that `index` names, or of all; features go into a buffer."""
+        """`finish` for the rows in `index`, or for all; writes the features to a buffer."""
         ...
 
     def logits(self, states: Tensor) -> Tensor:
-        """[n, hidden_size] to [n, draft vocabulary], in float32 or better."""
+        """Map [n, hidden_size] to [n, draft vocabulary], in float32 or better."""
         ...
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Numbers of the draft vocabulary as token ids of the target."""
+        """Map ids of the draft vocabulary to the target's token ids."""
         ...
 
     def bytes_read(self, num_passes: int) -> int:
-        """Bytes of weights that so many passes over few tokens read."""
+        """Bytes of weights that this many passes over few tokens read."""
         ...
 
 
-def parameter_bytes(module: nn.Module) -> int:
+def parameter_bytes(module: Module | nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())

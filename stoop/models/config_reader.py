@@ -1,4 +1,4 @@
-"""Values of a checkpoint's `config.json`, each checked, with nothing guessed.
+"""Reads and checks the values of a checkpoint's `config.json`; nothing is guessed.
 
 Reads the layout of transformers 4 (`torch_dtype`) and of 5 (`dtype`).
 """
@@ -10,11 +10,11 @@ from typing import Any
 
 from stoop.config.errors import CheckpointError
 from stoop.config.schema import DTYPES
+from stoop.config.values import is_number, is_whole, shown
 
-# Far above what any model has. A damaged config must not make us allocate memory by its numbers.
+# Far above what any model has, so that a damaged config cannot make us allocate absurd sizes.
 MAX_SIZE = 1 << 24
 MAX_LAYERS = 1024
-MAX_SHOWN = 80  # characters of a value in an error message
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,14 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def shown(value: Any) -> str:
-    """A value for an error message, which stays one sentence however long the value is."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-
-
 class Reader:
-    """Values of a config, each checked; null counts as missing."""
+    """Reads and checks values of a config; null counts as missing."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -46,7 +40,7 @@ class Reader:
     def whole(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self.config.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        if not is_whole(value) or not 1 <= value <= most:
             raise CheckpointError(
                 f"config.json has {key}={shown(value)} where a whole number from 1 to {most} is "
                 "needed: fix the config or fetch it again"
@@ -68,10 +62,10 @@ class Reader:
 
 
 def as_number(name: str, value: Any, positive: bool = True) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_number(value):
         try:
             number = float(value)
-        except OverflowError:  # a whole number of hundreds of digits
+        except OverflowError:  # an integer with hundreds of digits
             number = math.inf
         if math.isfinite(number) and (number > 0 or (number == 0 and not positive)):
             return number
@@ -93,7 +87,7 @@ def checkpoint_dtype(config: dict[str, Any]) -> str:
 
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text tokens: the generation config's if it has them, else the model's."""
+    """The end-of-text tokens of the generation config if it has them, else of the model's."""
     generation = folder / "generation_config.json"
     value = read_json(generation).get("eos_token_id") if generation.exists() else None
     if value is None:
@@ -103,7 +97,7 @@ def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+    if not all(is_whole(token) for token in ids):
         raise CheckpointError(
             f"{name} is {shown(value)} where token ids are needed: fix the config"
         )

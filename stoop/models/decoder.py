@@ -1,7 +1,7 @@
 """The decoder that the Llama-like families share: Llama, SmolLM2, Mistral, Qwen2 and Qwen3.
 
-They differ in biases, norms of q and k, windows and rotary scaling, all of which `DecoderSpec`
-spells out; so they are one model. It knows nothing of requests, graphs or speculation.
+They differ in biases, norms of q and k, windows and rotary scaling. `DecoderSpec` has a field for
+each, so one class serves them all. It knows nothing of requests, graphs or speculation.
 """
 
 import re
@@ -18,20 +18,20 @@ from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RopeSpec, RotaryTable
 from stoop.layers.stateful import ForwardContext
-from stoop.layers.weights import WeightSlot, prefixed
+from stoop.layers.weights import WeightView, prefixed
 from stoop.model_state.base import ModelState, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
 from stoop.models.base import parameter_bytes
 from stoop.ops.norm import rms_norm_into
 from stoop.ops.rope import Rotation
 
-# Derived values that some checkpoints carry along.
-_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
+# Derived values that some checkpoints store, in any layer or at the top.
+DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec(ModelSpec):
-    """A dense decoder of the Llama kind, with every convention spelled out."""
+    """A dense Llama-like decoder, with every convention spelled out."""
 
     intermediate_size: int
     num_heads: int
@@ -61,9 +61,9 @@ class MLP(nn.Module):
     def forward(self, stream: Tensor, norm: RMSNorm) -> Tensor:
         return self.down_proj.onto(self.gate_up_proj.gated_of_norm(stream, norm), stream)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from self.gate_up_proj.weight_slots()
-        yield from self.down_proj.weight_slots()
+    def weight_views(self) -> Iterator[WeightView]:
+        yield from self.gate_up_proj.weight_views()
+        yield from self.down_proj.weight_views()
 
 
 class DecoderLayer(nn.Module):
@@ -77,21 +77,21 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stream: Tensor, rotation: Rotation, ctx: ForwardContext, keep: bool = False
     ) -> Tensor:
-        """keep: the stream is used later, too"""
+        """Add attention and MLP to the stream. keep: the caller still needs the input stream"""
         stream = self.self_attn(stream, self.input_layernorm, stream, rotation, ctx, keep)
         return self.mlp(stream, self.post_attention_layernorm)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from prefixed("input_layernorm", self.input_layernorm.weight_slots())
-        yield from prefixed("self_attn", self.self_attn.weight_slots())
+    def weight_views(self) -> Iterator[WeightView]:
+        yield from prefixed("input_layernorm", self.input_layernorm.weight_views())
+        yield from prefixed("self_attn", self.self_attn.weight_views())
         yield from prefixed(
-            "post_attention_layernorm", self.post_attention_layernorm.weight_slots()
+            "post_attention_layernorm", self.post_attention_layernorm.weight_views()
         )
-        yield from prefixed("mlp", self.mlp.weight_slots())
+        yield from prefixed("mlp", self.mlp.weight_views())
 
 
 class DecoderModel(nn.Module):
-    """A `Model`: see models/base.py."""
+    """A `Model` (models/base.py)."""
 
     layer_class = DecoderLayer
 
@@ -110,7 +110,7 @@ class DecoderModel(nn.Module):
         self.rotary: RotaryTable | None = None
 
     def prepare(self, num_positions: int) -> None:
-        """Make what is derived rather than loaded: the rotary table, on the weights' device."""
+        """Build the rotary table on the weights' device."""
         self.rotary = RotaryTable(
             self.spec.rope,
             self.spec.head_dim,
@@ -125,7 +125,7 @@ class DecoderModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation. Matrices may be stored in another."""
+        """The dtype of computation; matrices may be stored in another one."""
         return self.norm.weight.dtype
 
     def forward(
@@ -136,12 +136,7 @@ class DecoderModel(nn.Module):
         taps: Sequence[int] = (),
         out: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """[tokens] ids and positions to [tokens, hidden_size] normalised hidden states, in `out` if
-        given.
-
-        Returned with them: the residual stream as it enters each layer of `taps`, or, for the
-        number of layers, as it leaves the last one.
-        """
+        """See `Model.__call__`."""
         assert self.rotary is not None, "call prepare() first"
         rotation = self.rotary.at(positions)
         stream = self.embed(input_ids)
@@ -159,7 +154,7 @@ class DecoderModel(nn.Module):
         return out, [streams[tap] for tap in taps]
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """What enters the first layer. [tokens] to [tokens, hidden_size]"""
+        """The input of the first layer: [tokens] ids to [tokens, hidden_size]."""
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
 
@@ -167,24 +162,27 @@ class DecoderModel(nn.Module):
         return DefaultModelState(setup)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] to [n, vocab_size], in float32 or better."""
+        """Map [n, hidden_size] to [n, vocab_size], in float32 or better."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_views(self) -> Iterator[WeightView]:
         """Every tensor that a Hugging Face checkpoint of this model must have."""
-        yield from prefixed("model.embed_tokens", self.embed_tokens.weight_slots())
+        yield from prefixed("model.embed_tokens", self.embed_tokens.weight_views())
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            yield from prefixed(f"model.layers.{index}", layer.weight_slots())
-        yield from prefixed("model.norm", self.norm.weight_slots())
-        yield from prefixed("lm_head", self.lm_head.weight_slots())
+            yield from prefixed(f"model.layers.{index}", layer.weight_views())
+        yield from prefixed("model.norm", self.norm.weight_views())
+        yield from prefixed("lm_head", self.lm_head.weight_views())
 
     def is_derived(self, name: str) -> bool:
-        """Whether a checkpoint's tensor follows from others, and is not loaded."""
-        return bool(_DERIVED.search(name)) or (self.lm_head.tied and name == "lm_head.weight")
+        """Whether a checkpoint tensor can be derived from others and is not loaded."""
+        return bool(DERIVED.search(name)) or (self.lm_head.tied and name == "lm_head.weight")
 
     def bytes_read(self) -> int:
-        """A step looks up a few rows of the embedding; all of it is read as a tied LM head only."""
+        """Bytes of weights that a step with few tokens reads.
+
+        It looks up a few rows of the embedding, and reads all of it only as a tied LM head.
+        """
         unread = 0 if self.lm_head.tied else parameter_bytes(self.embed_tokens)
         return parameter_bytes(self) - unread

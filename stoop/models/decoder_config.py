@@ -1,25 +1,24 @@
-"""A `config.json` in the layout of the Llama-like families into a `DecoderSpec`.
+"""Reads the `config.json` of Llama-like families into a `DecoderSpec`.
 
-What families share is read here; what differs between them is an argument, decided in each family's
-own file.
+What all families share is read here. What differs is an argument, which each family's own file
+decides.
 """
 
 from typing import Any
 
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN, shown
 from stoop.models.config_reader import (
     MAX_LAYERS,
-    MAX_SHOWN,
     MAX_SIZE,
     Reader,
     checkpoint_dtype,
-    shown,
     token_ids,
 )
 from stoop.models.decoder import DecoderSpec
 from stoop.models.rope_config import reach, read_rope
 
-# What transformers assumes of a windowed architecture whose config does not say.
+# What transformers assumes for a windowed architecture whose config does not say.
 DEFAULT_WINDOW = 4096
 
 Windows = tuple[int | None, ...]
@@ -35,7 +34,7 @@ def read_decoder_spec(
     qk_norm: bool = False,
     windows: Windows = (),
 ) -> DecoderSpec:
-    """windows: a layer's each, or none for full attention everywhere"""
+    """Read the spec. windows: one per layer; empty for full attention in all of them"""
     _refuse_unsupported(config)
     reader = Reader(config)
     num_heads = reader.whole("num_attention_heads")
@@ -75,11 +74,14 @@ def read_num_layers(config: dict[str, Any]) -> int:
 
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     if head_dim % 2:
-        raise CheckpointError(f"config.json has head_dim={head_dim}: rotary needs an even one")
+        raise CheckpointError(
+            f"config.json has head_dim={head_dim}, but rotary embeddings need an even number: fix "
+            "the config"
+        )
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"config.json has {num_heads} heads over {num_kv_heads} key-value heads, which does "
-            "not divide: mend the config"
+            f"config.json has {num_heads} heads, which {num_kv_heads} key-value heads do not "
+            "divide: fix the config"
         )
     if num_heads * head_dim > MAX_SIZE:
         raise CheckpointError(
@@ -99,23 +101,23 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         )
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(
-            f"hidden_act={shown(config['hidden_act'])} is not supported: only silu is"
+            f"hidden_act={shown(config['hidden_act'])} is not supported: use a model with silu"
         )
-    if config.get("partial_rotary_factor") not in (None, 1.0):
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
 
 
 def read_windows(config: dict[str, Any], first_windowed: int = 0) -> Windows:
-    """The sliding window of each layer; none where the config names no window.
+    """The sliding window of each layer; empty if the config names no window.
 
-    first_windowed: the first layer that has one, where the config does not list its layers' types
+    first_windowed: the first layer with a window, if the config has no `layer_types`
     """
     num_layers = read_num_layers(config)
     window = config.get("sliding_window", DEFAULT_WINDOW)
     if window is None:
         return ()
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise CheckpointError(f"config.json has sliding_window={shown(window)}: it is at least 1")
+        raise CheckpointError(
+            f"config.json has sliding_window={shown(window)}: use a number of at least 1"
+        )
     window = min(window, MAX_SIZE)  # no model has more positions
     layer_types = config.get("layer_types")
     if layer_types is None:
@@ -133,7 +135,7 @@ def read_windows(config: dict[str, Any], first_windowed: int = 0) -> Windows:
     for kind in layer_types:
         if kind not in ("sliding_attention", "full_attention"):
             raise CheckpointError(
-                f"config.json has {shown(kind)} among its layer_types: stoop knows "
+                f"config.json has {shown(kind)} among its layer_types: use a model with only "
                 "sliding_attention and full_attention"
             )
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -1,4 +1,4 @@
-"""GGUF files of the Llama-like families: tensor names, and metadata as a config.json."""
+"""GGUF files of the Llama-like families: tensor names, and a config.json from the metadata."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from stoop.checkpoint.gguf_file import MAX_SHOWN
 from stoop.checkpoint.gguf_layout import GGUFContents, GGUFLayout, ModelFields, shortest_float
 from stoop.config.errors import CheckpointError
+from stoop.config.values import MAX_SHOWN
 
 OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -42,7 +42,7 @@ def decoder_layout(
     accepts: Callable[[ModelFields], bool] | None = None,
     paired: bool = False,
 ) -> GGUFLayout:
-    """paired: llama.cpp has the two halves of each query and key head in pairs"""
+    """The layout of one family. paired: llama.cpp interleaves the halves of each q and k head"""
     options: dict[str, Any] = {"num_rotated_heads": _paired_heads} if paired else {}
     if accepts is not None:
         options["accepts"] = accepts
@@ -60,7 +60,7 @@ def _paired_heads(part: str, fields: ModelFields) -> int:
 
 
 def decoder_config(file: GGUFContents, architecture: str, model_type: str) -> dict[str, Any]:
-    """config.json for tensors of these GGUF names and shapes."""
+    """The config.json of a GGUF file, from its metadata and tensor shapes."""
     fields, shapes = file.fields, file.shapes
     if fields.get("expert_count", 0):
         raise CheckpointError(
@@ -145,7 +145,7 @@ def _yarn_scaling(fields: ModelFields, factor: float) -> dict[str, Any]:
     }
     attention_factor = fields.get("rope.scaling.attn_factor")
     if attention_factor is not None and attention_factor != 1.0:
-        # GGUF multiplies yarn's own factor; config.json gives the product.
+        # GGUF stores a multiplier of yarn's own factor; config.json has the product.
         scaling["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
     for key in ("beta_fast", "beta_slow"):
         beta = fields.get(f"rope.scaling.yarn_{key}")

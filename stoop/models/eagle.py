@@ -1,9 +1,10 @@
 """EAGLE draft heads: one or a few decoder layers that continue the target's own features.
 
-The head of EAGLE-1 joins embedding and feature by a linear map and has no norms at its ends. That
-of EAGLE-3 condenses several of the target's streams into a feature, attends to embedding and
-feature side by side, and has an output matrix of its own, often over fewer tokens. `EagleSpec`
-spells out all that differs between published heads. The head knows nothing of requests or graphs.
+An EAGLE-1 head joins embedding and feature by a linear layer and has neither an input norm nor a
+final norm. An EAGLE-3 head condenses several of the target's streams into a feature, attends over
+embedding and feature side by side, and has its own LM head, often with a smaller vocabulary.
+`EagleSpec` has a field for everything that differs between published heads. The head knows nothing
+of requests or graphs.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.rope import RotaryTable
 from stoop.layers.stateful import ForwardContext
-from stoop.layers.weights import WeightSlot, prefixed, vector_slot
+from stoop.layers.weights import WeightView, prefixed, vector_view
 from stoop.models.base import Model, parameter_bytes
 from stoop.models.decoder import MLP, DecoderLayer, DecoderSpec
 from stoop.ops.norm import join_norms, take_and_norm, take_rows
@@ -31,25 +32,26 @@ from stoop.ops.rope import Rotation
 class EagleSpec:
     """An EAGLE draft head, with every convention spelled out.
 
-    Position i of a head takes the target's feature of position i and the embedding of token i + 1,
-    and predicts token i + 2.
+    At position i the head takes the target's feature of position i and the embedding of token
+    i + 1, and predicts token i + 2.
     """
 
     method: DraftMethod
-    decoder: DecoderSpec  # of its layers; vocab_size is that of its drafts
+    decoder: DecoderSpec  # the head's layers; vocab_size is that of its drafts
     target_hidden_size: int
     target_vocab_size: int
-    # The target's residual stream as it enters these layers (the number of layers: as it leaves
-    # the last one), in this order. None for EAGLE-1, whose feature is the normalised last state.
+    # The target's residual stream as it enters these layers, in this order; the number of layers
+    # means the stream that leaves the last one. EAGLE-1 has no taps: its feature is the target's
+    # normalised last hidden state.
     taps: tuple[int, ...] = ()
     fc_bias: bool = False
-    norm_before_fc: bool = False  # one norm over all taps together
-    fc_norms: bool = False  # a norm for each tap
+    norm_before_fc: bool = False  # one norm over the concatenated taps
+    fc_norms: bool = False  # one norm per tap
     norm_before_residual: bool = False  # the residual stream starts from the normalised feature
-    norm_output: bool = False  # the next draft gets the normalised output as its feature
+    norm_output: bool = False  # the next draft's feature is the normalised output
     own_embedding: bool = False  # else the target's
     own_lm_head: bool = True  # else the target's
-    maps_vocabulary: bool = False  # drafts are numbered apart: `d2t` has the offsets
+    maps_vocabulary: bool = False  # drafts have ids of their own; `d2t` holds the offsets
 
     @property
     def vocab_size(self) -> int:
@@ -65,7 +67,7 @@ class EagleSpec:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Those that every engine takes of an EAGLE-3 head whose config lists none."""
+    """The taps that engines assume for an EAGLE-3 head whose config lists none."""
     taps = (2, num_layers // 2, num_layers - 3)
     return tuple(min(max(0, tap), num_layers) for tap in taps)
 
@@ -84,16 +86,16 @@ class Eagle1Layer(nn.Module):
         stream = self.self_attn(joined, None, joined, rotation, ctx)
         return self.mlp(stream, self.post_attention_layernorm)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from prefixed("self_attn", self.self_attn.weight_slots())
+    def weight_views(self) -> Iterator[WeightView]:
+        yield from prefixed("self_attn", self.self_attn.weight_views())
         yield from prefixed(
-            "post_attention_layernorm", self.post_attention_layernorm.weight_slots()
+            "post_attention_layernorm", self.post_attention_layernorm.weight_views()
         )
-        yield from prefixed("mlp", self.mlp.weight_slots())
+        yield from prefixed("mlp", self.mlp.weight_views())
 
 
 class Eagle3Layer(nn.Module):
-    """A first layer whose attention takes the embedding and the feature side by side."""
+    """A first layer whose attention takes the embedding and the feature, concatenated."""
 
     def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
@@ -121,14 +123,16 @@ class Eagle3Layer(nn.Module):
         stream = self.self_attn(joined, None, stream, rotation, ctx, keep=True)
         return self.mlp(stream, self.post_attention_layernorm)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_views(self) -> Iterator[WeightView]:
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            yield from prefixed(name, getattr(self, name).weight_slots())
-        yield from prefixed("self_attn", self.self_attn.weight_slots())
-        yield from prefixed("mlp", self.mlp.weight_slots())
+            yield from prefixed(name, getattr(self, name).weight_views())
+        yield from prefixed("self_attn", self.self_attn.weight_views())
+        yield from prefixed("mlp", self.mlp.weight_views())
 
 
 class EagleHead(nn.Module):
+    """A `DraftModel` (models/base.py)."""
+
     def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
         decoder, self.spec = spec.decoder, spec
@@ -154,11 +158,11 @@ class EagleHead(nn.Module):
             if spec.maps_vocabulary
             else None
         )
-        self._target: tuple[Model, ...] = ()  # in a tuple: not a part of this module
+        self._target: tuple[Model, ...] = ()  # in a tuple, so that it is not a submodule
         self.rotary: RotaryTable | None = None
 
     def attach(self, target: Model, num_positions: int) -> None:
-        """Borrow what the head has not of its own; make the rotary table."""
+        """Use the target's modules where the head has none of its own; build the rotary table."""
         self._target = (target,)
         norm, decoder = self.first.post_attention_layernorm.weight, self.spec.decoder
         self.rotary = RotaryTable(
@@ -170,10 +174,7 @@ class EagleHead(nn.Module):
         )
 
     def condense(self, streams: Tensor) -> Tensor:
-        """The target's streams into features of EAGLE-3.
-
-        streams: [tokens, number of taps, target_hidden_size]
-        """
+        """Map [tokens, number of taps, target_hidden_size] to EAGLE-3 features."""
         joined = streams.flatten(1)
         if self.spec.fc_norms:
             weights = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
@@ -185,10 +186,10 @@ class EagleHead(nn.Module):
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """One pass: [tokens, hidden_size], the stream as it leaves the last layer.
+        """Run one pass; returns [tokens, hidden_size], the stream as it leaves the last layer.
 
-        token_ids: [tokens], those that follow; features: [tokens, hidden_size], for EAGLE-1 of the
-        target's size
+        token_ids: [tokens], the token after each position; features: [tokens, hidden_size], for
+        EAGLE-1 of the target's hidden size
         """
         assert self.rotary is not None, "call attach() first"
         rotation = self.rotary.at(positions)
@@ -203,15 +204,17 @@ class EagleHead(nn.Module):
         return stream
 
     def finish(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Of any rows of the stream: states to make logits of, and features for the next draft."""
+        """Turn rows of the stream into states for `logits` and features for the next pass."""
         if self.norm is None:
             return stream, stream
         normed = self.norm(stream)
         return normed, normed if self.spec.norm_output else stream
 
     def take(self, stream: Tensor, index: Tensor | None, features: Tensor) -> Tensor:
-        """`finish` of the rows that `index` names, or of all: returns states, and leaves features
-        in a buffer, with zeros behind them."""
+        """`finish` for the rows in `index`, or for all.
+
+        Returns the states; writes the features to a buffer and zeros after them.
+        """
         if self.norm is None:
             take_rows(stream, index, features)
             return features[: stream.shape[0] if index is None else index.shape[0]]
@@ -221,7 +224,7 @@ class EagleHead(nn.Module):
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """[n, hidden_size] to [n, draft vocabulary], in float32 or better."""
+        """Map [n, hidden_size] to [n, draft vocabulary], in float32 or better."""
         logits: Tensor = self.output_head(states)
         return logits
 
@@ -230,7 +233,7 @@ class EagleHead(nn.Module):
         return self.lm_head or self.target.lm_head
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Numbers of the draft vocabulary as token ids of the target."""
+        """Map ids of the draft vocabulary to the target's token ids."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     @property
@@ -238,29 +241,32 @@ class EagleHead(nn.Module):
         (target,) = self._target
         return target
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        """Every tensor that its checkpoint must have, by canonical name."""
-        yield from self.fc.weight_slots()  # fc.weight, fc.bias
+    def weight_views(self) -> Iterator[WeightView]:
+        """Every tensor that the checkpoint must have, under canonical names (head_source.py)."""
+        yield from self.fc.weight_views()  # fc.weight, fc.bias
         if self.input_norm is not None:
-            yield from prefixed("input_norm", self.input_norm.weight_slots())
+            yield from prefixed("input_norm", self.input_norm.weight_views())
         for index, norm in enumerate(self.fc_norm):
             assert isinstance(norm, RMSNorm)
-            yield from prefixed(f"fc_norm.{index}", norm.weight_slots())
-        yield from prefixed("layers.0", self.first.weight_slots())
+            yield from prefixed(f"fc_norm.{index}", norm.weight_views())
+        yield from prefixed("layers.0", self.first.weight_views())
         for index, layer in enumerate(self.rest, start=1):
             assert isinstance(layer, DecoderLayer)
-            yield from prefixed(f"layers.{index}", layer.weight_slots())
+            yield from prefixed(f"layers.{index}", layer.weight_views())
         if self.norm is not None:
-            yield from prefixed("norm", self.norm.weight_slots())
+            yield from prefixed("norm", self.norm.weight_views())
         if self.embed_tokens is not None:
-            yield from prefixed("embed_tokens", self.embed_tokens.weight_slots())
+            yield from prefixed("embed_tokens", self.embed_tokens.weight_views())
         if self.lm_head is not None:
-            yield from prefixed("lm_head", self.lm_head.weight_slots())
+            yield from prefixed("lm_head", self.lm_head.weight_views())
         if self.d2t is not None:
-            yield vector_slot("d2t", self.d2t)
+            yield vector_view("d2t", self.d2t)
 
     def bytes_read(self, num_passes: int) -> int:
-        """EAGLE-3 condenses the target's streams in the first pass only."""
+        """Bytes of weights that this many passes over few tokens read.
+
+        EAGLE-3 condenses the target's streams in the first pass only.
+        """
         condensing = (self.fc, self.input_norm, self.fc_norm)
         once = sum(parameter_bytes(part) for part in condensing if part is not None)
         passes = [self.first, self.rest, self.norm, self.output_head]

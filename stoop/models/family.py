@@ -1,4 +1,4 @@
-"""A family of models: all that stoop must know to load one, as one value."""
+"""A family of models: everything that stoop needs to know to load one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,16 +11,19 @@ from stoop.models.base import Model
 
 @dataclass(frozen=True)
 class Family:
-    """See models/llama.py for one, and examples/my_family.py for one outside of stoop."""
+    """How to recognise, read and build the models of one family.
 
-    architectures: tuple[str, ...]  # as `architectures` of a config.json names them
-    # A config.json and its architecture to a spec. End tokens are added to it afterwards.
+    models/llama.py has an example; examples/my_family.py defines one outside stoop.
+    """
+
+    architectures: tuple[str, ...]  # the names that config.json has under `architectures`
+    # Turns a config.json and its architecture into a spec; end tokens are added to it afterwards.
     read_spec: Callable[[dict[str, Any], str], ModelSpec]
-    # The spec to a model, on the default device and in the default dtype, its weights not filled:
-    # a class will do.
+    # Turns the spec into a model with unfilled weights, on the default device and in the default
+    # dtype. Usually the model's class.
     build: Callable[[Any], Model]
-    # As `model_type` names them, in the same order: draft heads in the speculators layout name
-    # their layers so.
+    # The names that config.json has under `model_type`, in the order of `architectures`. Draft
+    # heads in the speculators layout name their layers by them.
     model_types: tuple[str, ...] = ()
-    gguf: GGUFLayout | None = None  # None: its GGUF files cannot be loaded
-    layer_prefix: str = "model.layers."  # of a layer's tensors in checkpoints, before its number
+    gguf: GGUFLayout | None = None  # None if its GGUF files cannot be loaded
+    layer_prefix: str = "model.layers."  # of a layer's tensor names, before the layer's index

@@ -1,4 +1,4 @@
-"""A draft head's folder into a head on its device, attached to its target."""
+"""Loads a draft head from its folder onto a device and attaches it to its target."""
 
 import logging
 from dataclasses import replace
@@ -13,7 +13,7 @@ from stoop.models.base import DraftModel, Model
 from stoop.models.decoder import DecoderSpec
 from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.head_source import OWNER, stored_names
-from stoop.models.loader import build, check_names, fill_dummy, fill_slots, on_meta
+from stoop.models.loader import build, check_names, fill_dummy, fill_views, on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ def load_head(
     dummy_seed: int | None = None,
     report: Report | None = None,
 ) -> DraftModel:
-    """Build, fill and attach; with `dummy_seed`, random weights and no folder.
+    """Build, fill and attach a head; with `dummy_seed`, use random weights and no folder.
 
-    `num_positions` is the engine's: positions past the head's own limit may be looked up, though
+    num_positions: the engine's limit. Positions past the head's own limit may be looked up, though
     nothing is drafted there.
     """
     head = _build(spec, device)
@@ -46,7 +46,7 @@ def load_head(
 
 
 def build_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
-    """A head whose weights are not filled, with no target attached."""
+    """A head with unfilled weights and no target."""
     return _build(spec, device)
 
 
@@ -56,7 +56,7 @@ def _build(spec: HeadSpec, device: DeviceConfig) -> EagleHead:
 
 
 def describe_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
-    """A head without memory."""
+    """A head on the meta device."""
     assert isinstance(spec, EagleSpec), spec
     return on_meta(lambda: EagleHead(spec), device.dtype, device.weight_dtype)
 
@@ -64,14 +64,14 @@ def describe_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
 def new_head_spec(
     target: ModelSpec, draft_size: int, taps: tuple[int, ...], **flags: bool
 ) -> EagleSpec:
-    """An EAGLE-3 head of one Llama layer of the target's sizes, whatever the target's family.
+    """The spec of an EAGLE-3 head with one Llama layer of the target's sizes.
 
-    draft_size: tokens that it can draft; flags: `fc_norms` and `norm_output` of `EagleSpec`
+    draft_size: tokens that the head can draft; flags: `fc_norms` and `norm_output` of `EagleSpec`
     """
     if not isinstance(target, DecoderSpec):
         raise ConfigError(
-            f"{target.architecture} is no decoder like Llama's, and stoop trains no heads for "
-            "others: use another target"
+            f"{target.architecture} is not a Llama-like decoder, and stoop trains heads for no "
+            "other kind: use another target"
         )
     decoder = replace(
         target,
@@ -100,45 +100,45 @@ def new_head_spec(
 
 def fill_head(head: EagleHead, reader: WeightReader, report: Report | None = None) -> None:
     stored = stored_names(reader.names(), head.spec.decoder.tie_word_embeddings)
-    slots = list(head.weight_slots())
-    check_names({slot.name for slot in slots}, stored.keys(), OWNER)
-    fill_slots(slots, reader, stored, report)
+    views = list(head.weight_views())
+    check_names({view.name for view in views}, stored.keys(), OWNER)
+    fill_views(views, reader, stored, report)
     if head.d2t is not None:
         check_d2t(reader.tensor(stored["d2t"]), head.spec.target_vocab_size)
 
 
 def check_d2t(d2t: torch.Tensor, vocab_size: int) -> None:
-    """Offsets that lead out of the vocabulary, or twice to one token, are refused."""
+    """Refuse offsets that leave the target's vocabulary or map two drafts to one token."""
     if d2t.is_floating_point() or d2t.dtype == torch.bool:
         raise CheckpointError(
-            f"the head's d2t is of {str(d2t.dtype).removeprefix('torch.')} where whole numbers are "
-            "needed: fetch it again"
+            f"the head's d2t has dtype {str(d2t.dtype).removeprefix('torch.')} where whole numbers "
+            "are needed: fetch it again"
         )
     tokens = torch.arange(len(d2t)) + d2t.long()
     outside = ((tokens < 0) | (tokens >= vocab_size)).nonzero().flatten()
     if len(outside):
         draft = int(outside[0])
         raise CheckpointError(
-            f"the head's d2t leads draft token {draft} to token {int(tokens[draft])}, but the "
+            f"the head's d2t maps draft token {draft} to token {int(tokens[draft])}, but the "
             f"target's tokens go from 0 to {vocab_size - 1}: use a head made for this target"
         )
-    # Verification takes the chance of a draft for that of its token, which two would share.
+    # Verification takes a draft's probability as its token's; two drafts would split it.
     order = tokens.argsort(stable=True)
     same = (tokens[order][1:] == tokens[order][:-1]).nonzero().flatten()
     if len(same):
         first, second = (int(order[same[0] + step]) for step in (0, 1))
         raise CheckpointError(
-            f"the head's d2t leads both draft tokens {first} and {second} to token "
+            f"the head's d2t maps both draft tokens {first} and {second} to token "
             f"{int(tokens[first])}: fetch it again"
         )
 
 
 def _share_embedding(head: EagleHead, target: Model, folder: str) -> None:
-    """Many heads carry a copy of the target's embedding: give its memory back."""
+    """Free the head's embedding if it is a copy of the target's, as in many published heads."""
     own, theirs = head.embed_tokens, target.embed_tokens.weight
     if own is None or own.weight.dtype != theirs.dtype or own.weight.device != theirs.device:
         return
     if torch.equal(own.weight, theirs):
         head.embed_tokens = None
         head.spec = replace(head.spec, own_embedding=False)
-        logger.info("draft head %s: its embedding is the target's, bit for bit: shared", folder)
+        logger.info("draft head %s: shares the target's embedding, which is identical", folder)

@@ -1,8 +1,8 @@
-"""A checkpoint folder into a model on its device, one tensor at a time."""
+"""Loads a checkpoint folder into a model on its device, one tensor at a time."""
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeVar, cast
@@ -14,8 +14,8 @@ from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import Config, DeviceConfig, ModelSpec
 from stoop.core.report import Report
-from stoop.layers.weights import WeightSlot, store_matrices_as
-from stoop.models.base import Model, Module
+from stoop.layers.weights import WeightView, store_matrices_as
+from stoop.models.base import Model, Module, parameter_bytes
 from stoop.models.registry import find_family
 
 DUMMY_STD = 0.02
@@ -24,19 +24,20 @@ Built = TypeVar("Built", bound=Module)
 
 
 def load_model(config: Config, report: Report | None = None) -> Model:
-    """Build the model without memory, give it memory on the device, fill that in place.
+    """Build the model on the meta device, allocate it on its device, and fill it in place.
 
-    The files are checked against config.json before any memory is taken, so that a config with
-    absurd sizes is refused rather than allocated.
+    The files are checked against config.json before anything is allocated, so that a config with
+    absurd sizes is refused.
     """
     if config.load.dummy:
         model = build_model(config)
         fill_dummy(model, model.device, config.load.seed)
     else:
         with WeightReader(Path(config.load.folder)) as reader:
-            _check_layers(config.model, reader)
+            prefix = find_family(config.model.architecture).layer_prefix
+            check_num_layers(reader.names(), prefix, config.model.num_layers, "the weights")
             model = build_model(config, lambda model: _check_weights(model, reader))
-            fill_slots(list(model.weight_slots()), reader, _stored(model, reader), report)
+            fill_views(list(model.weight_views()), reader, _stored(model, reader), report)
     num_positions = config.schedule.max_model_len
     try:
         model.prepare(num_positions)
@@ -60,18 +61,14 @@ def _maker(spec: ModelSpec) -> Callable[[], Model]:
 
 @functools.lru_cache(maxsize=16)
 def describe_model(spec: ModelSpec, device: DeviceConfig) -> Model:
-    """A model without memory."""
+    """A model on the meta device."""
     return on_meta(_maker(spec), device.dtype, device.weight_dtype)
 
 
 def count_parameters(spec: ModelSpec) -> int:
-    """Of a whole model."""
+    """The number of parameters of a model."""
     model = describe_model(spec, DeviceConfig("meta", "float32", "float32", "float32"))
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def module_bytes(module: Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _empty_as(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -81,7 +78,7 @@ def _empty_as(tensor: torch.Tensor, device: str) -> torch.Tensor:
 def on_meta(
     make: Callable[[], Built], dtype: str = "float32", weight_dtype: str | None = None
 ) -> Built:
-    """A module without memory."""
+    """Make a module on the meta device."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
@@ -96,69 +93,71 @@ def on_meta(
 def build(
     make: Callable[[], Built], device: DeviceConfig, check: Callable[[Built], None] | None = None
 ) -> Built:
-    """A module first without memory, then with memory on the device, not yet filled.
+    """Make a module on the meta device, then allocate it, unfilled, on its device.
 
-    check: called in between
+    check: called on the module before it is allocated
     """
     module = on_meta(make, device.dtype, device.weight_dtype)
     if check is not None:
         check(module)
     try:
-        # As Module.to_empty does, whose empty_like of a meta tensor imports sympy: half a second.
+        # Not Module.to_empty: its empty_like of a meta tensor imports sympy, for half a second.
         empty = functools.partial(_empty_as, device=device.device)
         return cast(Built, cast(nn.Module, module)._apply(empty).eval())
     except RuntimeError as error:
         if not _lacks_memory(error):
             raise
         raise ConfigError(
-            f"the weights take {module_bytes(module) / 2**30:.1f} GiB, which {device.device} has "
-            "no room for: use a smaller model, or a weight_dtype of fewer bits"
+            f"the weights take {parameter_bytes(module) / 2**30:.1f} GiB, which {device.device} "
+            "has no room for: use a smaller model, or a weight_dtype with fewer bits"
         ) from error
 
 
 def _lacks_memory(error: RuntimeError) -> bool:
-    """Torch has a type of its own for this on a GPU only."""
+    """Whether an allocation failed; torch has an exception type for this on GPUs only."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _check_layers(spec: ModelSpec, reader: WeightReader) -> None:
-    """Refuse a wrong number of layers before as many are made."""
-    prefix = re.escape(find_family(spec.architecture).layer_prefix)
-    matches = (re.match(rf"{prefix}(\d{{1,9}})\.", name) for name in reader.names())
+def check_num_layers(names: Iterable[str], prefix: str, expected: int, weights: str) -> None:
+    """Refuse a wrong number of layers, before that many are built.
+
+    prefix: of a layer's tensor names, before the layer's index; weights: the subject of the message
+    """
+    matches = (re.match(rf"{re.escape(prefix)}(\d{{1,9}})\.", name) for name in names)
     num_layers = 1 + max((int(match[1]) for match in matches if match), default=-1)
-    if num_layers != spec.num_layers:
+    if num_layers != expected:
         raise CheckpointError(
-            f"config.json has num_hidden_layers={spec.num_layers}, but the weights have "
-            f"{num_layers} layers: the config and the weights do not belong together"
+            f"config.json has num_hidden_layers={expected}, but {weights} have {num_layers} "
+            "layers: the config and the weights do not belong together"
         )
 
 
 def _check_weights(model: Model, reader: WeightReader) -> None:
     stored = _stored(model, reader)
-    slots = list(model.weight_slots())
-    check_names({slot.name for slot in slots}, stored.keys(), "the checkpoint")
-    for slot in slots:
-        check_shape(slot.name, reader.shape(slot.name), slot.shape)
+    views = list(model.weight_views())
+    check_names({view.name for view in views}, stored.keys(), "the checkpoint")
+    for view in views:
+        check_shape(view.name, reader.shape(view.name), view.shape)
 
 
 def _stored(model: Model, reader: WeightReader) -> dict[str, str]:
     return {name: name for name in reader.names() if not model.is_derived(name)}
 
 
-def fill_slots(
-    slots: Sequence[WeightSlot],
+def fill_views(
+    views: Sequence[WeightView],
     reader: WeightReader,
     stored: Mapping[str, str],
     report: Report | None = None,
 ) -> None:
-    """Copy every tensor to its place; `stored` has the checkpoint's name for that of each slot."""
-    total = sum(slot.view.numel() for slot in slots)
+    """Copy every tensor into its view. stored: names in the checkpoint, by the views' names"""
+    total = sum(view.data.numel() for view in views)
     done = 0
-    for slot in slots:
-        name = stored[slot.name]
-        check_shape(name, reader.shape(name), slot.shape)
-        slot.fill(reader.tensor(name))
-        done += slot.view.numel()
+    for view in views:
+        name = stored[view.name]
+        check_shape(name, reader.shape(name), view.shape)
+        view.fill(reader.tensor(name))
+        done += view.data.numel()
         if report:
             report("loading weights", done, total)
 
@@ -191,7 +190,7 @@ def _some(names: list[str]) -> str:
 
 
 def fill_dummy(module: Module, device: torch.device, seed: int) -> None:
-    """Random matrices, norms of one, biases and whole numbers of zero; repeatable by seed."""
+    """Fill matrices with seeded noise, norms with 1, biases and integers with 0."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, parameter in module.named_parameters():
         if parameter.dim() >= 2:

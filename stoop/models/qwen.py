@@ -1,4 +1,4 @@
-"""Qwen2, with biases of q, k and v, and Qwen3, with norms of q and k instead."""
+"""Qwen2, with biases of q, k and v, and Qwen3, which has norms of q and k instead."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def read_qwen3(config: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _windows(config: dict[str, Any]) -> Windows:
-    """Off unless switched on; then the layers from `max_window_layers` on have one."""
+    """Windows are off by default; if on, the layers from `max_window_layers` on have one."""
     reader = Reader(config)
     if not reader.flag("use_sliding_window"):
         return ()

@@ -1,4 +1,4 @@
-"""The families of models that can be loaded: stoop's own, and those that register themselves."""
+"""The families of models that can be loaded: stoop's own and registered ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 from stoop.checkpoint.gguf_layout import register_layout
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import ModelSpec
-from stoop.models.config_reader import MAX_SHOWN, eos_token_ids, read_json, shown
+from stoop.config.values import MAX_SHOWN, shown
+from stoop.models.config_reader import eos_token_ids, read_json
 from stoop.models.family import Family
 from stoop.models.llama import LLAMA
 from stoop.models.mistral import MISTRAL
@@ -17,9 +18,9 @@ _families: dict[str, Family] = {}  # by architecture
 
 
 def register_model(family: Family) -> None:
-    """Let stoop load models of another family, from now on in this process."""
+    """Let stoop load models of another family in this process."""
     if not isinstance(family, Family):
-        raise ConfigError(f"register_model takes a stoop.models.family.Family, not {shown(family)}")
+        raise ConfigError(f"register_model got {shown(family)}: pass a stoop.models.family.Family")
     for name in family.architectures:
         if name in _families:
             raise ConfigError(
@@ -35,7 +36,7 @@ for _family in (LLAMA, MISTRAL, QWEN2, QWEN3):
 
 
 def architectures() -> tuple[str, ...]:
-    """Those that can be loaded."""
+    """The architectures that can be loaded."""
     return tuple(_families)
 
 
@@ -53,7 +54,7 @@ def find_family(architecture: str) -> Family:
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """What the model in a folder is, by its config.json."""
+    """Read the spec of the model in a folder from its config.json."""
     config = read_json(folder / "config.json")
     architecture = _architecture(config)
     spec = find_family(architecture).read_spec(config, architecture)

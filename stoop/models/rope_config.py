@@ -1,4 +1,4 @@
-"""Rotary settings of a `config.json`.
+"""Reads the rotary settings of a `config.json`.
 
 Reads the layout of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`).
 """
@@ -7,8 +7,9 @@ import math
 from typing import Any
 
 from stoop.config.errors import CheckpointError
+from stoop.config.values import shown
 from stoop.layers.rope import RopeSpec
-from stoop.models.config_reader import MAX_SIZE, Reader, as_number, shown
+from stoop.models.config_reader import MAX_SIZE, Reader, as_number
 
 _ROPE_NUMBERS = (
     "factor",
@@ -25,15 +26,18 @@ def read_rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeS
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise CheckpointError(
-            f"config.json has rope scaling {shown(scaling)} where an object is needed"
+            f"config.json has rope scaling {shown(scaling)} where an object is needed: fix the "
+            "config"
         )
     numbers = {k: as_number(k, scaling[k]) for k in _ROPE_NUMBERS if scaling.get(k) is not None}
     theta = as_number(
         "rope_theta", scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if scaling.get("partial_rotary_factor") not in (None, 1.0):
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+    if any(each.get("partial_rotary_factor") not in (None, 1.0) for each in (config, scaling)):
+        raise CheckpointError(
+            "partial_rotary_factor other than 1 is not supported: use another model"
+        )
     original = _original_positions(scaling, config, max_position)
     try:
         if kind == "default":
@@ -55,15 +59,16 @@ def read_rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeS
             return RopeSpec(theta, "factors", factors=_factors(scaling["factors"], head_dim // 2))
     except KeyError as error:
         raise CheckpointError(
-            f"config.json lacks {error.args[0]!r} of its {kind} rope scaling: fix the config"
+            f"config.json lacks {error.args[0]!r} for its {kind} rope scaling: fix the config"
         ) from None
     raise CheckpointError(
-        f"rope scaling {shown(kind)} is not supported: stoop knows default, linear, llama3 and yarn"
+        f"rope scaling {shown(kind)} is not supported: use a model with default, linear, llama3 or "
+        "yarn scaling"
     )
 
 
 def _original_positions(scaling: dict[str, Any], config: dict[str, Any], max_position: int) -> int:
-    """Positions that the model was trained on before its rotary embedding was stretched."""
+    """The positions that the model was trained on, before its rotary embedding was stretched."""
     key = "original_max_position_embeddings"
     value = scaling.get(key) or config.get(key)
     return max(1, min(int(as_number(key, value)), MAX_SIZE)) if value else max_position
@@ -113,7 +118,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def reach(rope: RopeSpec, max_position: int) -> int:
-    """Positions that the model can serve: some configs of stretched models state the old limit."""
+    """The positions that the model can serve; a stretched model may state its old limit."""
     stretched = rope.original_max_position * rope.factor if rope.kind == "yarn" else 0
     if stretched > MAX_SIZE:
         raise CheckpointError(

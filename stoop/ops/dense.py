@@ -1,16 +1,16 @@
 """The dense scheme: a matrix of floating-point numbers.
 
-Products of few tokens are bound by reading the weights once. On a GPU our own kernels serve them,
-with norm, activation and residual inside, wherever they are faster (ops/kernels/linear_choice.py).
+GEMMs over few tokens are bound by reading the weights once. On a GPU our own kernels serve them,
+with norm, activation and residual fused, wherever they are faster (ops/kernels/linear_choice.py).
 
-On a CPU, BLAS libraries often leave a product with one to a few rows to a single core, which cannot
-use the whole memory bandwidth. Cut into as many bands of outputs as there are threads, and handed
-over as a batch of products, the same weights are read by all cores. Measured on two cores of an AMD
-EPYC with MKL, float32, 3072 x 576: 617 to 226 us for one token, 679 to 459 us for eight; wide
-inputs gain for up to four tokens only.
+On a CPU, BLAS libraries often run a GEMM with one to a few rows on a single core, which cannot use
+the whole memory bandwidth. Here the outputs are split into as many bands as there are threads and
+computed as a batched GEMM, so that all cores read weights. Measured on two cores of an AMD EPYC
+with MKL, float32, 3072 x 576: from 617 to 226 us for one token, from 679 to 459 us for eight; a
+matrix with more inputs than outputs gains only up to four tokens.
 
-A matrix may be stored in another dtype than that of computation. Then each product casts all of it
-first and is otherwise the same: this saves memory and costs time.
+A matrix may be stored in another dtype than that of computation. Each GEMM then casts the whole
+matrix first: this saves memory and costs time.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ from stoop.ops.kernels.linear_choice import HALF, uses_skinny
 from stoop.ops.norm import rms_norm, silu_and_mul
 from stoop.ops.weight import Scheme, Weight
 
-FEW = 4  # tokens for which bands always pay
-SOME = 8  # and for which they pay if outputs outnumber inputs
+MAX_BANDED_TOKENS = 4  # up to which bands are always faster
+MAX_BANDED_TOKENS_TALL = 8  # the same for a matrix with more outputs than inputs
 _BANDED = (torch.float32, torch.float64)
 
 
@@ -55,7 +55,7 @@ class Dense(Scheme):
         return _linear(x, _matrix(x, weight), bias)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """Not rounded to less than float32 where that costs nothing."""
+        """x @ weight.T in float32 or better; half-precision GEMMs on a GPU accumulate into it."""
         matrix = _matrix(x, weight)
         if uses_skinny("logits", x, matrix):
             return kernels().skinny_linear(x, matrix, dtype=torch.float32)
@@ -80,7 +80,7 @@ class Dense(Scheme):
         if x.device.type == "cpu" or bias is not None:
             return stream + _linear(x, matrix, bias)
         if keep or torch.is_grad_enabled():
-            return torch.addmm(stream, x, matrix.t())  # rounded once, but begun with a copy
+            return torch.addmm(stream, x, matrix.t())  # rounds once, at the price of a copy
         return stream.addmm_(x, matrix.t())
 
     def norm_linear(
@@ -104,12 +104,12 @@ DENSE = Dense()
 
 
 def dense(matrix: Tensor) -> Weight:
-    """A tensor [outputs, inputs] as a weight."""
+    """A tensor [outputs, inputs] as a `Weight`."""
     return Weight(matrix, None, DENSE)
 
 
 def _matrix(x: Tensor, weight: Weight) -> Tensor:
-    """In the dtype of x."""
+    """The matrix in the dtype of x."""
     matrix = weight.data
     return matrix if matrix.dtype == x.dtype else matrix.to(x.dtype)
 
@@ -134,7 +134,7 @@ def banded_linear(x: Tensor, matrix: Tensor, bias: Tensor | None, num_bands: int
 def _num_bands(x: Tensor, matrix: Tensor) -> int:
     num_tokens = x.shape[0]
     num_outputs, num_inputs = matrix.shape
-    limit = SOME if num_outputs > num_inputs else FEW
+    limit = MAX_BANDED_TOKENS_TALL if num_outputs > num_inputs else MAX_BANDED_TOKENS
     if x.device.type != "cpu" or x.dtype not in _BANDED or not 0 < num_tokens <= limit:
         return 1
     num_threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
-"""Matrix products, and what is fused with them in a decoder layer.
+"""GEMMs, and what is fused with them in a decoder layer.
 
-A weight comes as a `Weight`, whose scheme does the work: see ops/weight.py, and ops/dense.py for
-the one that there is.
+Each takes a `Weight`, whose scheme does the work: see ops/weight.py for the protocol, and
+ops/dense.py for the only scheme so far.
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def logits_of(x: Tensor, weight: Weight) -> Tensor:
-    """x @ weight.T in float32 or better"""
+    """x @ weight.T in float32 or better."""
     return weight.scheme.logits(x, weight)
 
 
@@ -30,8 +30,8 @@ def linear_add(
 ) -> Tensor:
     """stream + x @ weight.T + bias
 
-    stream: [tokens, outputs]; keep: its memory must not be taken for the sum
-    prefetch_weight: load the weight before x is ready, since little else uses the memory until then
+    stream: [tokens, outputs]; keep: it must not be overwritten with the sum
+    prefetch_weight: load the weight before x is ready, since memory is mostly idle until then
     """
     return weight.scheme.linear_add(
         x, weight, bias, stream, keep=keep, prefetch_weight=prefetch_weight

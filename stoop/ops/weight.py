@@ -1,8 +1,8 @@
-"""Weight matrices as values: what a matrix product takes, and the scheme that says how to read it.
+"""Weight matrices as values: the tensors of a matrix, and the scheme that says how to read them.
 
-A scheme is one object in one file: a reference product, the kernels that serve it, and a rule for
-loading. The products fused with a norm, an activation or the residual have defaults here, built on
-the reference; a scheme with fused kernels overrides them.
+A scheme is one object in one file: a reference GEMM, the kernels that serve it, and how to load it.
+GEMMs fused with a norm, an activation or the residual have defaults here, built on the reference; a
+scheme with fused kernels overrides them.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from stoop.ops.norm import rms_norm, silu_and_mul
 
 
 class Weight(NamedTuple):
-    """A matrix [outputs, inputs], stored as its scheme says."""
+    """A matrix [outputs, inputs], stored as its scheme defines."""
 
     data: Tensor
     scales: Tensor | None
     scheme: "Scheme"
 
     def rows(self, start: int, count: int) -> "Weight":
-        """A view of some outputs. Schemes group values along inputs, so any rows will do."""
+        """A view of some outputs. Schemes group values along inputs, so any rows can be taken."""
         scales = None if self.scales is None else self.scales[start : start + count]
         return Weight(self.data[start : start + count], scales, self.scheme)
 
@@ -36,18 +36,18 @@ class Scheme:
     name: str
     is_dense = False  # `data` is the matrix itself
 
-    # ---- the loader's rule ----
+    # ---- loading ----
 
     def empty(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Weight:
-        """An unfilled matrix on the default device. dtype: of dense values, where there are any"""
+        """An unfilled matrix on the default device. dtype: of dense values, if it has any"""
         raise NotImplementedError
 
     def shape(self, weight: Weight) -> tuple[int, ...]:
-        """[outputs, inputs] of the matrix, as checkpoints have it."""
+        """The shape [outputs, inputs] that the matrix has in checkpoints."""
         raise NotImplementedError
 
     def store(self, weight: Weight, values: Tensor) -> None:
-        """Fill it from the dense values of a checkpoint."""
+        """Fill the matrix from the dense values of a checkpoint."""
         raise NotImplementedError
 
     # ---- the reference ----
@@ -57,10 +57,10 @@ class Scheme:
         raise NotImplementedError
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """[tokens, inputs]: rows of the matrix"""
+        """The rows [tokens, inputs] of the matrix."""
         raise NotImplementedError
 
-    # ---- with what comes before and after a product in a decoder layer ----
+    # ---- fused with what precedes or follows a GEMM in a decoder layer ----
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         logits = self.linear(x, weight, None)

@@ -61,7 +61,7 @@ def _tensors(found: Trained, dtype: str) -> dict[str, Tensor]:
     head = build_head(found.spec, DeviceConfig.of("cpu", dtype))
     for name, parameter in trained(head).items():
         parameter.data.copy_(found.masters[name])
-    tensors = {slot.name: slot.view.contiguous() for slot in head.weight_slots()}
+    tensors = {view.name: view.data.contiguous() for view in head.weight_views()}
     if found.spec.maps_vocabulary:
         tensors["d2t"] = torch.from_numpy(found.vocabulary.d2t)
         tensors["t2d"] = torch.from_numpy(found.vocabulary.t2d)

@@ -15,9 +15,9 @@ from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.schema import Config
 from stoop.core.state import DTYPE_BYTES, NULL_BLOCK, PagedState, RecurrentState, StateLayout
 from stoop.layers.stateful import StatefulLayer, stateful_layers
-from stoop.models.base import Module
+from stoop.models.base import Module, parameter_bytes
 from stoop.models.head_loader import describe_head
-from stoop.models.loader import describe_model, module_bytes
+from stoop.models.loader import describe_model
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def check_room(config: Config) -> None:
     message.
     """
     modules = _describe_modules(config)
-    weights = sum(map(module_bytes, modules))
+    weights = sum(map(parameter_bytes, modules))
     kv = _least_state_bytes(config, describe_states(config, stateful_layers(*modules)))
     if weights + kv <= _obtainable_bytes(config):
         return
@@ -77,7 +77,7 @@ def check_room(config: Config) -> None:
 
 def weight_bytes(config: Config) -> int:
     """Return the bytes of the weights of a model and its draft head."""
-    return sum(map(module_bytes, _describe_modules(config)))
+    return sum(map(parameter_bytes, _describe_modules(config)))
 
 
 def _least_state_bytes(config: Config, layout: StateLayout) -> int:

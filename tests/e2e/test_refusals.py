@@ -64,7 +64,10 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         "'factor'.*linear",
     ),
     "a size of zero": (lambda f: edit_config(f, num_hidden_layers=0), "num_hidden_layers=0"),
-    "heads that do not divide": (lambda f: edit_config(f, num_key_value_heads=3), "4 heads over 3"),
+    "heads that do not divide": (
+        lambda f: edit_config(f, num_key_value_heads=3),
+        "4 heads, which 3 key-value heads",
+    ),
     "rope scaling that is no object": (lambda f: edit_config(f, rope_parameters=5), "object"),
     "a rope factor of 0": (
         lambda f: edit_config(

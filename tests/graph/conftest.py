@@ -1,4 +1,4 @@
-"""Fixtures of the tape's tests."""
+"""Fixtures for the tests of the tape."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from support.tapes import ORIGINAL_READS
 
 @pytest.fixture(autouse=True)
 def _host_reads_are_whole() -> Iterator[None]:
-    """A test that leaves `Tensor.tolist` refusing must not spoil the others."""
+    """Check that no test leaves `Tensor.tolist` refusing, which would break the others."""
     yield
     for name, original in ORIGINAL_READS.items():
         setattr(Tensor, name, original)

@@ -35,7 +35,7 @@ def eager(folders: dict[str, Path]) -> dict[str, Answers]:
 
 
 def descriptors_used(llm: LLM) -> set[BatchExecutionDescriptor]:
-    """Filled while the engine runs."""
+    """The descriptors that the engine uses, filled while it runs."""
     used: set[BatchExecutionDescriptor] = set()
 
     def note(segment: str, descriptor: BatchExecutionDescriptor) -> None:
@@ -129,7 +129,7 @@ def test_all_tapes_together_stay_under_twice_the_largest(folders: dict[str, Path
 
 
 def test_float32_stays_close_to_unpadded_eager(folders: dict[str, Path]) -> None:
-    """A product's last bits depend on its row count, so float32 has a tolerance."""
+    """The last bits of a GEMM depend on its row count, so float32 has a tolerance."""
     plain = run(make_graph_llm(folders["llama3"], dtype="float32"))
     graphed = run(
         make_graph_llm(folders["llama3"], dtype="float32", graph_mode="step", sanitize=True)

@@ -1,4 +1,4 @@
-"""Bugs of the past, put back one at a time: who notices?
+"""Past bugs, put back one at a time: each must be caught.
 
 Each mutant is caught by the equality of tokens with eager steps, by the sanitizer, or by both;
 every stale read by the sanitizer, which names the buffer.

@@ -52,7 +52,7 @@ def _nothing_ran() -> None:
     RAN.clear()
 
 
-def test_registered_op_is_one_call_and_runs_anew(backend: TapeBackend) -> None:
+def test_registered_op_is_one_call_and_runs_in_every_replay(backend: TapeBackend) -> None:
     x, cache = torch.ones(3, 4), torch.zeros(1000, 4)
     slots = torch.tensor([5, -1, 7])
     tape = backend.capture(lambda: store(x, cache, slots))
@@ -219,7 +219,7 @@ def test_branches_are_those_of_the_capture(backend: TapeBackend) -> None:
     assert x.tolist() == [-1, -1]
 
 
-def test_zero_dim_tensors_are_read_anew(backend: TapeBackend) -> None:
+def test_zero_dim_tensors_are_read_in_every_replay(backend: TapeBackend) -> None:
     length, x = torch.tensor(2), torch.zeros(5)
     tape = backend.capture(lambda: x.copy_(torch.arange(5) < length))
     tape.replay()
@@ -229,7 +229,7 @@ def test_zero_dim_tensors_are_read_anew(backend: TapeBackend) -> None:
     assert x.tolist() == [1, 1, 1, 1, 0]
 
 
-def test_tensor_made_from_a_tensor_is_read_anew(backend: TapeBackend) -> None:
+def test_tensor_made_from_a_tensor_is_read_in_every_replay(backend: TapeBackend) -> None:
     x, out = torch.tensor([1.0, 2.0]), torch.zeros(2)
     tape = backend.capture(lambda: out.copy_(torch.as_tensor(x) + x.clone().detach()))
     x.fill_(4)

@@ -148,7 +148,7 @@ OPS: dict[str, Callable[[SimpleNamespace], Any]] = {
     "write_then_read": lambda t: (t.kv.index_copy_(0, t.slots, t.x), t.kv[t.slots] * t.y)[1],
 }
 
-# In float64 and float32 only: bfloat16 products kill the process where AMX is announced but broken.
+# In float64 and float32 only: bfloat16 GEMMs kill the process where AMX is announced but broken.
 PRODUCTS: dict[str, Callable[[SimpleNamespace], Any]] = {
     "layer_norm": lambda t: F.layer_norm(t.x, (8,), t.b, t.b),
     "linear": lambda t: (F.linear(t.x, t.w), F.linear(t.x, t.w, t.b)),
@@ -232,7 +232,7 @@ def test_layer_norm_in_bfloat16() -> None:
 
 
 def test_calls_that_look_alike_are_told_apart() -> None:
-    """Shapes of a call are kept for the next such call: 1, 1.0 and True are equal, but no such."""
+    """Shapes of a call are cached by its arguments: 1, 1.0 and True are equal, but not the same."""
 
     def program(t: SimpleNamespace) -> list[Tensor]:
         sums = [t.n + 1, t.n + 1.0, t.n + True, t.m + True, t.m + 1, t.m + 1.0]
@@ -301,7 +301,7 @@ def test_resizing_out_is_refused() -> None:
     ids=["add_", "setitem", "mul_"],
 )
 def test_writing_into_a_constant_is_refused(function: Callable[[SimpleNamespace], Any]) -> None:
-    """A constant is held, not made anew: writes would add up from replay to replay."""
+    """A constant is kept, not created again: writes would accumulate over replays."""
     with pytest.raises(CaptureError, match="constant"):
         check_replays(function, torch.float32)
 

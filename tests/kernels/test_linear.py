@@ -17,17 +17,17 @@ SIZES = ((44, 200), (6, 100), (34, 8))
 
 
 def tilings(tokens: int) -> Iterator[Any]:
-    from stoop.ops.kernels.linear_choice import Tiling
+    from stoop.ops.kernels.linear_choice import GemmTiling
 
-    yield Tiling(16, 4, 16, 4, 2)  # several blocks of inputs, in ways
-    yield Tiling(32, 1, 32, 1, 2)  # in one way
-    yield Tiling(8, 2, 128, 2, 1)  # all inputs at once
+    yield GemmTiling(16, 4, 16, 4, 2)  # several blocks of inputs, in ways
+    yield GemmTiling(32, 1, 32, 1, 2)  # in one way
+    yield GemmTiling(8, 2, 128, 2, 1)  # all inputs at once
     if tokens > 8:  # in several programs
-        yield Tiling(16, 4, 16, 4, 2, tokens=8)
-        yield Tiling(8, 2, 128, 2, 1, tokens=16)
+        yield GemmTiling(16, 4, 16, 4, 2, tokens=8)
+        yield GemmTiling(8, 2, 128, 2, 1, tokens=16)
     if tokens <= 4:
-        yield Tiling(4, 1, 64, 4, 1, dot=False)
-        yield Tiling(2, 1, 256, 4, 1, dot=False)
+        yield GemmTiling(4, 1, 64, 4, 1, dot=False)
+        yield GemmTiling(2, 1, 256, 4, 1, dot=False)
 
 
 @pytest.mark.interpreted
@@ -45,11 +45,11 @@ def test_products_equal_float64(tokens: int, kind: str, dtype: torch.dtype) -> N
 @pytest.mark.interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_tokens_in_parts_equal_float64(kind: str) -> None:
-    from stoop.ops.kernels.linear_choice import Tiling
+    from stoop.ops.kernels.linear_choice import GemmTiling
 
     torch.manual_seed(0)
     case = make_case(kind, 100, SIZES[0], torch.bfloat16, bias=True)
-    assert_right(case.run(Tiling(16, 2, 64, 4, 1, tokens=16)), case.exact(), 2e-2)
+    assert_right(case.run(GemmTiling(16, 2, 64, 4, 1, tokens=16)), case.exact(), 2e-2)
 
 
 @pytest.mark.interpreted
@@ -79,12 +79,12 @@ def test_operations_equal_float64() -> None:
 @pytest.mark.parametrize("tokens", [33, 64, 100, 128])
 def test_gated_products_of_many_tokens_equal_float64(tokens: int, dtype: torch.dtype) -> None:
     from stoop.ops.kernels.gated import launch_gated
-    from stoop.ops.kernels.linear_choice import Tiling
+    from stoop.ops.kernels.linear_choice import GemmTiling
 
     torch.manual_seed(tokens)
     for size in SIZES:
         case = make_case("gated alone", tokens, size, dtype, bias=size == SIZES[0])
-        for tiling in (Tiling(32, 1, 32, 4, 2), Tiling(64, 1, 256, 4, 2)):
+        for tiling in (GemmTiling(32, 1, 32, 4, 2), GemmTiling(64, 1, 256, 4, 2)):
             out = torch.full_like(case.residual, torch.nan)
             launch_gated(case.x, case.weight, case.bias, out, tiling)
             assert_right(out, case.exact(), limit_of(dtype))
@@ -118,7 +118,7 @@ def test_decisions_hold() -> None:
 
     shape = choice.LinearShape("add", 12345, 77, torch.float16)
     first = choice.decide(shape, 5)
-    other = choice.Tiling(64, 1, 64, 1, 3)
+    other = choice.GemmTiling(64, 1, 64, 1, 3)
     choice.install({(shape, 8): other, (shape, 32): None})
     assert choice.decide(shape, 8) == first != other
     assert choice.decide(shape, 30) is None and choice.tiling_for(shape, 30) is not None
@@ -161,15 +161,15 @@ def test_gated_candidates_fit_an_h200(bucket: int) -> None:
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
 
 
-def test_gated_products_leave_few_processors_idle() -> None:
+def test_gated_products_leave_few_sms_idle() -> None:
     """Of Llama-8B's gates and ups; not of Qwen3-14B's, 1B's, nor 0.6B's; SmolLM2's go in parts."""
-    from stoop.ops.kernels.linear_choice import LinearShape, Tiling, default
+    from stoop.ops.kernels.linear_choice import GemmTiling, LinearShape, default
 
     def chosen(rows: int, inputs: int, bucket: int) -> Any:
         return default(LinearShape("gated", rows, inputs, torch.bfloat16), bucket)
 
-    assert chosen(28672, 4096, 128) == Tiling(256, 1, 64, 8, 4)
-    assert chosen(28672, 4096, 64) == Tiling(128, 1, 64, 8, 4)
+    assert chosen(28672, 4096, 128) == GemmTiling(256, 1, 64, 8, 4)
+    assert chosen(28672, 4096, 64) == GemmTiling(128, 1, 64, 8, 4)
     for rows, inputs in ((34816, 5120), (16384, 2048), (6144, 1024)):
         assert chosen(rows, inputs, 128) is None and chosen(rows, inputs, 64) is None
     assert chosen(3072, 576, 128) is None and chosen(3072, 576, 64).tokens == 16
@@ -188,7 +188,7 @@ def test_small_gpus_follow_measurements_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(choice, "_decisions", {})
     assert not choice.uses_skinny("add", x, weight)
     shape = choice.LinearShape("add", 32, 64, torch.bfloat16)
-    choice.install({(shape, 4): choice.ANYWHERE})
+    choice.install({(shape, 4): choice.FALLBACK_TILING})
     assert choice.uses_skinny("add", x, weight)
 
 
@@ -203,7 +203,7 @@ def test_defaults_fit_an_h200(bucket: int) -> None:
     for kind in ("linear", "logits", "add", "norm", "gated"):
         for outputs, inputs in SHAPES_OF_MODELS:
             shape = choice.LinearShape(kind, outputs, inputs, torch.bfloat16)
-            tiling = choice.default(shape, bucket) or choice.ANYWHERE
+            tiling = choice.default(shape, bucket) or choice.FALLBACK_TILING
             most = 64 if kind in ("linear", "logits") else choice.MAX_NORMED
             if tiling.block_t(bucket) > most:
                 continue  # left to cuBLAS, or to another kernel
@@ -218,12 +218,12 @@ def test_defaults_fit_an_h200(bucket: int) -> None:
 
 def test_measurements_are_kept(tmp_path: Path) -> None:
     from stoop.ops.kernels import linear_tuning as tuning
-    from stoop.ops.kernels.linear_choice import LinearShape, Tiling
+    from stoop.ops.kernels.linear_choice import GemmTiling, LinearShape
 
     shape = LinearShape("gated", 3072, 576, torch.bfloat16)
     decisions = {
-        (shape, 1): Tiling(4, 1, 1024, 4, dot=False),
-        (shape, 16): Tiling(32, 1, 64, 1, 5, tokens=8),
+        (shape, 1): GemmTiling(4, 1, 1024, 4, dot=False),
+        (shape, 16): GemmTiling(32, 1, 64, 1, 5, tokens=8),
         (shape, 64): None,
     }
     tuning.save(tmp_path / "new" / "some.json", decisions)

@@ -1,4 +1,4 @@
-"""What drafts are compared with."""
+"""The traces that drafts are compared with."""
 
 import functools
 from collections.abc import Callable

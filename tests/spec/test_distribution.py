@@ -1,9 +1,9 @@
-"""Whole answers of the speculating engine come as often as the target alone would give them.
+"""Answers of the speculating engine have the same distribution as those of the target alone.
 
 Over a vocabulary of six tokens every answer can be enumerated, and its probability worked out from
 the target's plain logits, with no code of the sampler. Many seeds then go through the whole engine,
-with its own drafter and random streams, for several rounds each. Each known way to be wrong is put
-back once, to see that this check would notice.
+with its own drafter and random streams, for several rounds each. Each known bug is put back once,
+to see that this check catches it.
 """
 
 import functools
@@ -98,7 +98,7 @@ class Models:
 
     @functools.cached_property
     def logits(self) -> np.ndarray:
-        """[VOCAB] * (LENGTH - 1) + [LENGTH, VOCAB]: behind the prompt, and then behind each token
+        """[VOCAB] * (LENGTH - 1) + [LENGTH, VOCAB]: after the prompt, and then after each token
         of each answer but its last."""
         tensors = load_file(self.target / "model.safetensors")
         target = TargetReference(read_model_spec(self.target), tensors)
@@ -268,7 +268,7 @@ def test_answers_with_matched_drafts(models: Models, setting: Setting, params: A
 
 
 def shares(models: Models, setting: Setting, params: SamplingParams) -> np.ndarray:
-    """Of drafts that stand, by position."""
+    """The share of accepted drafts, by position."""
     llm = models.llm(setting)
     answers(llm, params, 1024)
     metrics = llm.metrics()
@@ -290,7 +290,7 @@ def test_coupled_drafts_stand_more_often_than_the_likeliest(models: Models, meth
 def test_coupled_drafts_are_filtered_as_the_target(
     models: Models, filters: dict[str, Any], monkeypatch: Patch
 ) -> None:
-    """Else a target that filters leave little choice would meet drafts that anything may be."""
+    """Otherwise a target whose filters leave few tokens would get drafts of any token."""
     params, setting = options(1.5, **filters), Setting("eagle", "coupled", **STEP)
     coupled = shares(models, setting, params).sum()
     assert coupled > shares(models, Setting("eagle", "greedy", **STEP), params).sum() - 0.02
@@ -317,7 +317,7 @@ def pick_with_the_noise_of(place: int, purpose: Purpose, maps: bool) -> Callable
 
 UNCOUPLED = {
     "the place before": pick_with_the_noise_of(-1, Purpose.SAMPLE, True),
-    "the place behind": pick_with_the_noise_of(1, Purpose.SAMPLE, True),
+    "the place after": pick_with_the_noise_of(1, Purpose.SAMPLE, True),
     "another stream": pick_with_the_noise_of(0, Purpose.DRAFT, True),
     "the draft vocabulary": pick_with_the_noise_of(0, Purpose.SAMPLE, False),
 }
@@ -419,7 +419,7 @@ def accept_by_the_inverse(patch: Patch) -> None:
 
 
 def keep_logits_before_temperature(patch: Patch) -> None:
-    """What is kept is not what was drawn from."""
+    """The stored distribution is not the one that was drawn from."""
 
     def tempered(logits: Any, temperature: Any, *rest: Any) -> Any:
         return draw(logits / temperature[:, None], temperature, *rest)

@@ -1,4 +1,4 @@
-"""Bugs put back into the drafter, one at a time: who notices?
+"""Bugs put back into the drafter, one at a time: each must be caught.
 
 Stale drafts leave answers right, so equality here means equality of drafts with those of eager
 steps, place by place. Every stale read is caught by the sanitizer, which names the buffer.
@@ -126,7 +126,7 @@ def leave_features_unpadded(patch: Patch) -> None:
 
 
 def leave_unpadded(name: str, group: str) -> Callable[[Patch], None]:
-    """Only live places of a buffer that a drafting phase makes are written."""
+    """Only the live part of a buffer that a drafting phase fills is written."""
 
     def apply(patch: Patch) -> None:
         function = f"prepare_draft_{group}"
@@ -227,7 +227,7 @@ def walk_to_max_model_len(patch: Patch) -> None:
 
 
 def forget_the_drafts_in_the_bound(patch: Patch) -> None:
-    """The batch's own bound, without the drafts that come behind it."""
+    """The batch's own bound, without the drafts that follow it."""
     patch.setattr(
         DraftDecodeLane, "draft_max_seq_len", lambda self, target: max(target.max_seq_len - 3, 1)
     )
@@ -288,7 +288,7 @@ def forget_the_next_prompt_token(patch: Patch) -> None:
     patch.setattr(drafting, "prepare_draft_prefill", forgetful)
 
 
-def draft_behind_rejected_tokens(patch: Patch) -> None:
+def draft_after_rejected_tokens(patch: Patch) -> None:
     """The last slot of a row, rejected or not, gives the first draft."""
     prepare = drafting.prepare_draft_prefill
 
@@ -398,7 +398,7 @@ MUTANTS = [
         num_tokens=5,
     ),
     Mutant(
-        "drafting behind rejected tokens", draft_behind_rejected_tokens, "full", by_sanitizer=False
+        "drafting behind rejected tokens", draft_after_rejected_tokens, "full", by_sanitizer=False
     ),
 ]
 

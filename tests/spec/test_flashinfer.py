@@ -134,7 +134,7 @@ def test_speculation_answers_as_plain_decoding(
     mode: str,
 ) -> None:
     """And drafts as the reference does, place by place. Some requests run into the model's limit,
-    where dead tokens stand past it; some have fewer drafts than places."""
+    with dead tokens past it; some have fewer drafts than places."""
     options = {"graph_mode": mode, "sanitize": mode != "none", **FLASHINFER}
     llm = make_spec_llm(drafters.get(name), num_tokens, **options)
     trace = run(llm, num_tokens)
@@ -195,7 +195,7 @@ def change_lengths(**change: Callable[[InputBatch, RowLengths], np.ndarray]) -> 
 
 
 def cut_keys_at_the_limit(batch: InputBatch, rows: RowLengths) -> np.ndarray:
-    """Queries stand at the end of the keys: cut there, they move into the past."""
+    """Queries are the last of the keys: if the keys are truncated, they move into the past."""
     return np.maximum(np.minimum(rows.keys, 72), rows.queries)
 
 
@@ -209,7 +209,7 @@ def own_every_page(batch: InputBatch, rows: RowLengths) -> np.ndarray:
 
 
 def leave_pages_unpadded(patch: Patch) -> None:
-    """What a larger batch left stands behind the pages of this one."""
+    """Pages of a larger batch remain after the pages of this one."""
     plan = FlashInferBackend._plan
 
     def unpadded(self: FlashInferBackend, *args: Any) -> None:
@@ -227,7 +227,7 @@ MUTANTS: list[tuple[str, Callable[[Patch], None], str, bool]] = [
     ("the same in a step graph", skip_the_plan, "step", True),
     ("keys cut at the limit", change_lengths(keys=cut_keys_at_the_limit), "full", True),
     ("a key too few", change_lengths(keys=count_a_key_less), "none", True),
-    ("pages nobody owns", change_lengths(num_owned=own_every_page), "full", True),
+    ("pages of no owner", change_lengths(num_owned=own_every_page), "full", True),
     ("pages unpadded", leave_pages_unpadded, "full", False),  # kernels stop at the last page
 ]
 

@@ -1,4 +1,4 @@
-"""The reference that the engine's drafts are held against is itself right."""
+"""Tests of the reference that the engine's drafts are compared with."""
 
 from dataclasses import replace
 from typing import Any
@@ -137,7 +137,7 @@ def head_tensors(spec: EagleSpec, seed: int = 0) -> dict[str, Tensor]:
         "lm_head.weight": matrix(decoder.vocab_size, hidden),
         "embed_tokens.weight": matrix(spec.target_vocab_size, hidden, scale=1.0),
     }
-    # Ascending and with gaps: draft i stands for a target id of at least i.
+    # Ascending and with gaps: draft i means a target id of at least i.
     kept = torch.randperm(spec.target_vocab_size, generator=generator)[: decoder.vocab_size]
     tensors["d2t"] = kept.sort().values - torch.arange(decoder.vocab_size)
     for i in range(taps):

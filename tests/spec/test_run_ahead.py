@@ -46,7 +46,7 @@ def test_run_ahead_equals_the_plain_loop(
     backend: str,
     ahead: int,
 ) -> None:
-    """Answers are equal, and so are the drafts behind the same text."""
+    """Answers are equal, and so are the drafts after the same text."""
     llm = make_spec_llm(
         drafters.get(name),
         num_tokens,
@@ -108,7 +108,7 @@ def test_a_request_may_end_at_every_place_of_a_run(
 @pytest.mark.parametrize(
     ("name", "backend"), [("eagle3-some", "reference"), ("eagle-noisy", "hostplan")]
 )
-def test_what_an_ended_row_looks_at_harms_nobody(
+def test_an_ended_row_does_no_harm_by_what_it_attends_to(
     drafters: DrafterStore, in_step, name: str, backend: str
 ) -> None:
     """Its place in the batch stays: what it attends to there must not spread."""

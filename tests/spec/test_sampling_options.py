@@ -1,7 +1,7 @@
 """Every sampling option means the same with speculation as without.
 
-Drafts here are matched with what the target draws, so that seeded answers must be those
-of plain decoding to the token, with the same scores and the same end. Targets that walk in circles
+Drafts here are compared with what the target draws, so seeded answers must equal those of plain
+decoding token for token, with the same scores and the same end. Targets that walk in circles
 of four tokens, or into loops of one, have heads that are right as long as they do, so that options
 act inside of accepted runs; another target is random.
 """
@@ -390,12 +390,12 @@ HISTORY = {
 }
 
 
-def forget_drafts(known: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
+def forget_drafts(known: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return known
 
 
-def forget_the_newest_draft(known: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
-    return known + (behind - 1).clamp(min=0)
+def forget_the_newest_draft(known: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return known + (after - 1).clamp(min=0)
 
 
 @pytest.mark.parametrize("seen", [forget_drafts, forget_the_newest_draft])

@@ -1,4 +1,4 @@
-"""Cases of paged attention over random pages, the kernels' answer, and dense attention.
+"""Cases of paged attention over random pages, run by the kernels and by dense attention.
 
 Caches hold NaN wherever no live key is, and block tables name blocks that no cache has.
 """
@@ -60,7 +60,7 @@ def make_case(
     padded_tokens: int = 0,
     device: torch.device = CPU,
 ) -> Case:
-    """Pages in random order, queries a view into something larger; padding behind the live part."""
+    """Pages in random order, queries as a view of a larger tensor, padding after the live part."""
     source = random.Random(len(rows))
     num_reqs, query_lens = len(rows) + padded_rows, [row.query_len for row in rows]
     num_tokens = sum(query_lens) + padded_tokens
@@ -99,7 +99,7 @@ def make_case(
 
 
 def attend_densely(case: Case, window: int = 0) -> Tensor:
-    """[tokens, heads, head_dim] of the dtype of q, computed in float64, of padding zeros."""
+    """[tokens, heads, head_dim] in the dtype of q, computed in float64; zeros for padding."""
     out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
     begin, block_size = 0, case.cache.shape[2]
     group = case.q.shape[1] // case.cache.shape[3]
@@ -124,7 +124,7 @@ def attend_densely(case: Case, window: int = 0) -> Tensor:
 def attend(
     case: Case, window: int = 0, max_query_len: int = 0, num_sms: int = 4, splits: int | None = None
 ) -> Tensor:
-    """By the kernels. What they do not write stays NaN."""
+    """Run the kernels. What they do not write stays NaN."""
     from stoop.ops.kernels import attention as kernels
 
     q, num_kv_heads = case.q, case.cache.shape[3]
@@ -167,7 +167,7 @@ def assert_right(case: Case, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """A batch over caches that together do not fit into the second-level cache."""
+    """A batch over caches that together exceed the L2 cache."""
 
     q: Tensor
     caches: list[Tensor]
@@ -193,7 +193,7 @@ class Load:
         )
 
     def milliseconds(self) -> float:
-        """Of one call, in a graph that has one for each cache."""
+        """The time of one call, in a graph with one call per cache."""
         from stoop.ops.kernels.linear_tuning import time_graph
 
         every = time_graph(lambda: [self.run(cache) for cache in self.caches], repeats=10)

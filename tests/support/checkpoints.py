@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every architecture, made with transformers.
 
 transformers' default initialisation gives models that repeat themselves and norms and biases that
-do nothing, so that a lost one would not be seen. Every tensor is drawn anew here.
+do nothing, so a lost one would go unnoticed. Here every tensor is random.
 """
 
 import json
@@ -130,7 +130,7 @@ def _draw(key: str, parameter: torch.Tensor, generator: torch.Generator, tied: b
     elif key.endswith("bias"):
         parameter.normal_(0.0, 0.3, generator=generator)
     elif "embed_tokens" in key:
-        # Tied, the matrix makes the logits too: large, so that the best two lie apart.
+        # A tied matrix also makes the logits: large values keep the best two apart.
         parameter.normal_(0.0, 0.35 if tied else 1.0, generator=generator)
     else:
         parameter.normal_(0.0, 0.5 if "lm_head" in key else 0.15, generator=generator)
@@ -167,7 +167,7 @@ def write_llama(folder: Path, seed: int, dtype: str = "float64", **changes: Any)
 
 
 def write_cuda_llama(folder: Path, dtype: str) -> Path:
-    """A Llama of sizes that kernels for a GPU take."""
+    """A Llama of sizes that the GPU kernels support."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
     sizes |= {"num_hidden_layers": 3, "max_position_embeddings": 512}
     return write_llama(folder, seed=3, dtype=dtype, vocab_size=256, **sizes)
@@ -182,7 +182,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def copy_with_old_config(source: Path, target: Path, rope_type_key: str = "rope_type") -> Path:
-    """The same weights under a config.json as transformers 4 wrote it.
+    """The same weights with a config.json as transformers 4 wrote it.
 
     rope_type_key: early releases wrote "type"
     """
@@ -215,7 +215,7 @@ def copy_with_eos(source: Path, target: Path, eos_token_id: int | list[int]) -> 
 
 
 class CheckpointStore:
-    """Checkpoints made on first use, once a session."""
+    """Checkpoints made on first use, once per session."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""Runs in which nothing may make the host wait."""
+"""Checks that nothing in a step makes the host wait."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from stoop.graph.descriptor import RunMode
 
 
 def forbid_waits(llm: LLM, *, decodes_only: bool = False) -> list[RunMode]:
-    """From now on a wait inside a step's phases is an error; returns the modes of such steps, as
-    they come."""
+    """Make every wait inside a step's phases an error; returns a list that collects the modes of
+    these steps."""
     runner, seen = llm.engine.runner, []
     run = runner.run
 

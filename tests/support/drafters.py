@@ -1,8 +1,8 @@
 """Targets with drafters of every quality, and one workload that they all run.
 
-What the workload holds: arrivals while others run, finishes, preemption (too few blocks), prompts
-in chunks, prefix cache hits, requests with drafts of their own number, requests that end at
-max_model_len, greedy and seeded sampling.
+The workload has arrivals while others run, finishes, preemption (too few blocks), chunked prompts,
+prefix cache hits, requests with their own number of drafts, requests that end at max_model_len, and
+greedy and seeded sampling.
 """
 
 import json
@@ -75,7 +75,7 @@ DRAFTERS = (
     "eagle-right",
     "eagle3-right",
     "eagle3-some",  # right for some tokens only
-    "eagle-noisy",  # right or wrong as its KV has it
+    "eagle-noisy",  # right or wrong depending on its KV
     "eagle3-noisy",
     "ngram",
     "ngram-right",
@@ -199,7 +199,7 @@ PENALISED = SEEDED.replace(
 
 @dataclass
 class Trace:
-    """What an engine did: answers, and the drafts behind each number of known tokens."""
+    """What an engine did: answers, and the drafts after each number of known tokens."""
 
     answers: list[list[int]] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
@@ -218,7 +218,7 @@ def make_spec_llm(
 
 
 def watch_drafts(llm: LLM, trace: Trace) -> None:
-    """Note what stands behind the known tokens of every request after each step."""
+    """Record the drafts after the known tokens of every request, after each step."""
     runner = llm.engine.runner
     launch = runner.launch
 
@@ -293,7 +293,7 @@ def run(llm: LLM, num_tokens: int) -> Trace:
 
 
 def pairwise(*dimensions: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Few combinations that hold every pair of values of two dimensions; the same every time."""
+    """A few combinations that cover every pair of values of two dimensions, always the same."""
     source = random.Random(3)
     count = len(dimensions)
     missing = {

@@ -1,7 +1,7 @@
-"""A stand-in for FlashInfer in plain torch: the calls that stoop makes, checked as it checks them.
+"""A stand-in for FlashInfer in plain torch: the calls that stoop makes, with its own checks.
 
-A wrapper for graphs reads what FlashInfer's kernels read in a graph, its buffers, and nothing that
-`plan` was told beside. Masked values are multiplied by 0 here too, so a NaN among them shows.
+A wrapper for graphs reads only its buffers, as FlashInfer's kernels do in a graph, and none of the
+other arguments of `plan`. Masked values are multiplied by 0 here too, so a NaN among them shows.
 """
 
 import sys

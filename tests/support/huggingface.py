@@ -1,4 +1,4 @@
-"""What Hugging Face transformers answers, and how an engine's answer is held against it."""
+"""What Hugging Face transformers answers, and how an engine's answer is compared with it."""
 
 import random
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ TIE_GAPS = {"float64": 1e-5, "float32": 1e-3}
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:
-    """Random ids, of which none is said to be padding."""
+    """Random ids, none of which is a padding token."""
     draw = random.Random(7919 * seed + length)
     return [draw.randrange(VOCAB_SIZE) for _ in range(length)]
 
@@ -138,7 +138,7 @@ def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def first_difference(found: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """The first step at which two answers part; a missing token is a difference."""
+    """The first step at which two answers differ; a missing token is a difference."""
     for step, (ours, theirs) in enumerate(zip(found, wanted, strict=False)):
         if ours != theirs:
             return step
@@ -146,7 +146,7 @@ def first_difference(found: Sequence[int], wanted: Sequence[int]) -> int | None:
 
 
 def mismatch(found: Sequence[int], reference: Reference, tie_gap: float) -> str | None:
-    """Why an answer is wrong; None if it equals the reference or parts from it at a tie."""
+    """Why an answer is wrong; None if it equals the reference or differs from it at a tie."""
     step = first_difference(found, reference.token_ids)
     if step is None:
         return None

@@ -1,4 +1,4 @@
-"""Kernels compiled for an H200 where there is none: launches are recorded and compiled, not run."""
+"""Compiles kernels for an H200 without one: launches are recorded and compiled, not run."""
 
 import os
 import re
@@ -48,7 +48,7 @@ class Compiled:
 
 @contextmanager
 def compile_launches(target: tuple[str, int, int] = TARGET) -> Iterator[list[Compiled]]:
-    """Every kernel that is launched inside is compiled for the target instead of run."""
+    """Compile every kernel that is launched inside for the target instead of running it."""
     from triton.runtime.jit import JITFunction
 
     found: list[Compiled] = []
@@ -93,7 +93,7 @@ def _compile(
 
 
 def _signals_late(ptx: str, name: str) -> bool:
-    """Held to the rules of ops/kernels/launch.py: it waits, and writes nothing before."""
+    """Check the rules of ops/kernels/launch.py: a kernel waits, and writes nothing before."""
     places = {
         kind: [match.start() for match in re.finditer(pattern, ptx)]
         for kind, pattern in (

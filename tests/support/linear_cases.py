@@ -1,4 +1,4 @@
-"""Products of few tokens with norm, gate and residual, and their results in float64."""
+"""GEMMs over few tokens with norm, gate and residual, and their results in float64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ KINDS = ("linear", "add", "norm", "gated", "gated alone")
 
 @dataclass(frozen=True)
 class Case:
-    """One product and what belongs to it."""
+    """One GEMM and its operands."""
 
     kind: str
     x: Tensor  # [tokens, inputs]
@@ -80,5 +80,5 @@ def assert_right(out: Tensor, exact: Tensor, limit: float) -> None:
 
 
 def limit_of(dtype: torch.dtype) -> float:
-    # Triton's interpreter cuts off where a GPU rounds.
+    # Triton's interpreter truncates where a GPU rounds.
     return 2e-2 if dtype == torch.bfloat16 else 2e-3

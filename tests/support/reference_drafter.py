@@ -1,7 +1,7 @@
-"""What an EAGLE head should draft, and what its target should show it, in plain torch.
+"""What an EAGLE head should draft, and the features its target should give it, in plain torch.
 
 Written from the head's specification and not from the engine: no cache, no batch, no graph. Every
-draft runs all slots anew. Numbers keep the dtype of the tensors; only the angles of RoPE are
+draft recomputes all positions. Numbers keep the dtype of the tensors; only the angles of RoPE are
 float32, as in the libraries that the checkpoints were trained with.
 """
 
@@ -88,7 +88,7 @@ class ReferenceDrafter:
         return x, last @ self.lm_head.T
 
     def feedback(self, outputs: Tensor) -> Tensor:
-        """The feature that stands in for the target's in the next slot."""
+        """The feature that replaces the target's at the next position."""
         if self.spec.method == "eagle3" and self.spec.norm_output:
             return self._norm("norm", outputs)
         return outputs
@@ -140,7 +140,7 @@ class ReferenceDrafter:
 class TargetReference:
     """A Llama model in the tensor names of Hugging Face.
 
-    taps: layers whose entering residual stream is shown, the number of layers for the stream that
+    taps: layers whose entering residual stream is returned; the number of layers is the stream that
     leaves the last one; all of them by default.
     """
 

@@ -1,8 +1,8 @@
 """A toy family with recurrent state: a Llama whose layers also keep a decaying sum of their stream.
 
-It exists to prove the state seam: everything that a real recurrent layer needs of the engine, it
-needs too. A decode step writes its tokens into a log and leaves the sum alone; the next step adds
-the tokens that were confirmed, and only those, before it goes on: rejected drafts leave no trace.
+It tests how the engine handles state: it needs everything that a real recurrent layer needs. A
+decode step writes its tokens to a log and leaves the sum alone. The next step first adds the tokens
+that were accepted, and only those, so that rejected drafts leave no trace.
 """
 
 import json
@@ -23,7 +23,7 @@ from stoop.core.step import Admission
 from stoop.graph.buffers import Buffer, Extent, Lifetime
 from stoop.layers.attention import Attention
 from stoop.layers.stateful import ForwardContext, StatefulLayer
-from stoop.layers.weights import WeightSlot, empty_parameter, prefixed, vector_slot
+from stoop.layers.weights import WeightView, empty_parameter, prefixed, vector_view
 from stoop.model_state.base import Metadata, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
 from stoop.models.decoder import DecoderLayer, DecoderModel, DecoderSpec
@@ -77,8 +77,8 @@ class RunningSum(StatefulLayer):
     def empty_output(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield vector_slot("weight", self.weight.data)
+    def weight_views(self) -> Iterator[WeightView]:
+        yield vector_view("weight", self.weight)
 
 
 @register(
@@ -171,9 +171,9 @@ class SummingLayer(DecoderLayer):
         stream = super().forward(stream, rotation, ctx, keep)
         return stream + self.running.weight * ctx.run(self.running, stream)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from super().weight_slots()
-        yield from prefixed("running", self.running.weight_slots())
+    def weight_views(self) -> Iterator[WeightView]:
+        yield from super().weight_views()
+        yield from prefixed("running", self.running.weight_views())
 
 
 class RunningSumModel(DecoderModel):
@@ -210,9 +210,9 @@ def write_checkpoint(folder: Path, seed: int = 0) -> Path:
         model = RunningSumModel(spec)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        slot.name: torch.randn(slot.shape, dtype=torch.float64, generator=generator)
-        * (0.5 if len(slot.shape) == 1 else 0.4)
-        for slot in model.weight_slots()
+        view.name: torch.randn(view.shape, dtype=torch.float64, generator=generator)
+        * (0.5 if len(view.shape) == 1 else 0.4)
+        for view in model.weight_views()
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")

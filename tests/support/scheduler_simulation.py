@@ -2,11 +2,11 @@
 
 The worker follows a plan as the real one does (slot state, block tables, token history) but in
 place of keys and values it records, for each place of each block, which text was written there.
-So a wrong, shared, stale or lost block shows in the step that reads it. It stands for the device:
-steps are launched before the results of earlier ones are taken in, as many as the world's depth.
+So a wrong, shared, stale or lost block shows in the step that reads it. It simulates the device:
+up to the world's depth, steps are launched before the results of earlier ones are read.
 
-It may draft too, right and wrong tokens at random. A drafter's place in a block is written with the
-token that follows as well, as an EAGLE head's is, so that a block which goes on otherwise is wrong.
+It can draft too, right and wrong tokens at random. A drafter's place in a block also records the
+next token, as an EAGLE head's KV depends on it, so that a block with another continuation is wrong.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def undisturbed(request: Request, max_model_len: int) -> list[int]:
-    """What a request must answer, whatever else goes on."""
+    """What a request must answer, whatever other requests do."""
     tokens = list(request.prompt_token_ids)
     rules = request.rules
     while True:
@@ -60,15 +60,14 @@ def undisturbed(request: Request, max_model_len: int) -> list[int]:
 
 
 Place = tuple[int, int]  # block, and offset in it
-NOBODYS = (-1, -1)  # what a rejected draft leaves: to read it is an error
+REJECTED = (-1, -1)  # what a rejected draft leaves: reading it is an error
 
 
 class BookkeepingWorker:
-    """The device: slot state as in `stoop.batch`, phases as in `stoop.ops`, texts in place of KV.
+    """A device: slot state as in `stoop.batch`, phases as in `stoop.ops`, texts in place of KV.
 
-    It runs plans in the order of their launch and follows its own counters, whatever the host
-    reckons with: a plan may be made before the host knows what earlier ones yielded, or that a
-    request has ended.
+    It runs plans in launch order and follows its own counters, whatever the host assumes: a plan
+    may be made before the host knows what earlier ones produced, or that a request has ended.
     """
 
     def __init__(self, world: "World") -> None:
@@ -89,7 +88,7 @@ class BookkeepingWorker:
         self.num_dead_rows = 0
 
     def execute(self, plan: StepPlan, no_writes: set[int]) -> StepResult:
-        """no_writes: blocks that somebody else may read."""
+        """Run a plan. no_writes: blocks that other requests may read"""
         self._stage(plan)
         self.no_writes = no_writes
         live = [row for row in plan.rows if not self.ended(row.slot)]
@@ -153,9 +152,9 @@ class BookkeepingWorker:
         return min(row.num_tokens, known - self.num_computed[slot])
 
     def _claim(self, row: PlannedRow, position: int, places: set[Place]) -> Place:
-        """A place that a row writes; nobody else may in the same phase."""
-        # What stands behind in its block table is a former holder's.
-        assert position < row.num_reserved, "a row writes behind what is reserved"
+        """A place that a row writes; no other row may write it in the same phase."""
+        # Entries of its block table past that are left from a former holder.
+        assert position < row.num_reserved, "a row writes past its reserved blocks"
         place = self._place(row.slot, position)
         assert place[0] != NULL_BLOCK, "a live row writes the null block"
         assert place[0] not in self.no_writes, "a block that others may read is written"
@@ -171,7 +170,7 @@ class BookkeepingWorker:
             assert row.num_computed >= start, "the host's bound of what is computed is too low"
             assert decodes or row.num_computed == start, "a chunk is not where the host thinks"
             decodes &= row.num_tokens == self.world.query_len  # one just resumed may have less
-            assert decodes == row.decodes, "host and device disagree on who decodes"
+            assert decodes == row.decodes, "host and device disagree on which rows decode"
             dead = row.num_tokens - self._num_live(row)
             assert not dead or row.decodes, "a row computes unknown tokens"
             text = self.text(row.slot, drafts=True)
@@ -186,13 +185,13 @@ class BookkeepingWorker:
         assert length <= row.seq_len, "the host's bound is too low"
         for position in range(length):
             found = self.written.get(self._place(row.slot, position))
-            assert found is not None, f"{row.request_id} reads KV that nobody wrote"
+            assert found is not None, f"{row.request_id} reads KV that was never written"
             assert found[0] == keys[position], f"{row.request_id} reads another text's KV"
 
     def _answer(self, row: PlannedRow) -> RowResult:
         slot, live = row.slot, self._num_live(row)
         samples = self.num_computed[slot] + live >= self.num_tokens[slot]
-        assert samples == row.samples, "host and device disagree on who samples"
+        assert samples == row.samples, "host and device disagree on which rows sample"
         if not samples:
             self.num_computed[slot] += row.num_tokens
             return RowResult(row.request_id, row.epoch, [])
@@ -214,7 +213,7 @@ class BookkeepingWorker:
         return RowResult(row.request_id, row.epoch, text[known:], num_drafts=verified)
 
     def _stops(self, slot: int, known: int) -> bool:
-        """Whether a stop token is among those taken; what stands behind it is taken too."""
+        """Whether a stop token is among the accepted tokens; tokens after it are accepted too."""
         admission = self.admissions[slot]
         assert admission is not None
         rules, text = admission.rules, self.text(slot)
@@ -232,24 +231,24 @@ class BookkeepingWorker:
             for position in range(start, start + count):
                 place = self._claim(row, position, places)
                 known = position + 1 < len(text)
-                value = (keys[position + 1], text[position + 1]) if known else NOBODYS
+                value = (keys[position + 1], text[position + 1]) if known else REJECTED
                 self.draft_written[place] = value
         for row, start, count in zip(rows, contexts, live, strict=True):
             text = self.text(row.slot)
             keys = text_keys(text)
             for position in range(min(start + count, len(text) - 1)):
                 found = self.draft_written.get(self._place(row.slot, position))
-                assert found is not None, f"{row.request_id} drafts from KV that nobody wrote"
+                assert found is not None, f"{row.request_id} drafts from KV that was never written"
                 assert found[0] == keys[position + 1], f"{row.request_id} drafts from another text"
 
     def _draft(self, row: PlannedRow, places: set[Place]) -> None:
-        """Drafts behind the known tokens, and a drafter's KV of all but the last of them."""
+        """Draft tokens after the known ones, and write the drafter's KV of all but the last."""
         slot, known = row.slot, self.num_tokens[row.slot]
         room = min(self.draft_limit[slot], self.token_limit[slot] - 1 - known)
         for number in range(room if row.samples else 0):
             if number and self.world.drafter_has_kv:
                 place = self._claim(row, known - 2 + number, places)
-                self.draft_written[place] = NOBODYS
+                self.draft_written[place] = REJECTED
             right = self.luck.random() < 0.7
             draft = next_token(self.text(slot, drafts=True)) if right else STOP
             self.token_ids[slot][known + number] = draft
@@ -267,8 +266,7 @@ class World:
     max_num_batched_tokens: int = 24
     chunked: bool = True
     prefix_caching: bool = True
-    depth: int = 1  # steps that may be under way before the first one's result is taken in: the
-    # engine's run_ahead + 1
+    depth: int = 1  # the most steps in flight: the engine's run_ahead + 1
     num_drafts: int = 0  # K
     drafter_has_kv: bool = False
 
@@ -288,7 +286,7 @@ class World:
             world,
             num_drafts=num_drafts,
             drafter_has_kv=rng.random() < 0.7,
-            # As `resolve` asks: everybody may decode in one step.
+            # As `resolve` requires: all requests can decode in one step.
             max_num_batched_tokens=max(
                 world.max_num_batched_tokens, world.max_num_seqs * (num_drafts + 1)
             ),
@@ -364,7 +362,7 @@ class Simulation:
         self.expected.append(undisturbed(request, self.world.max_model_len))
 
     def abort(self, choice: int) -> str | None:
-        """Returns whom, while steps of theirs may be under way."""
+        """Abort some requests, possibly with steps in flight; returns them."""
         live = [r for r in self.requests if not r.finished]
         if not live:
             return None
@@ -378,7 +376,7 @@ class Simulation:
         before, pending = self._snapshot(), bool(self.in_flight)
         plan = self.scheduler.schedule(results_pending=pending)
         preempted = self.scheduler.stats.num_preemptions > before["preemptions"]
-        assert not (pending and preempted), "preempted while results are under way"
+        assert not (pending and preempted), "preempted while results are in flight"
         if plan is None:
             assert pending, "there is work, yet nothing is scheduled"
             assert before == self._snapshot(), "something was done for no plan"
@@ -412,9 +410,9 @@ class Simulation:
         return len(self.in_flight) < self.world.depth
 
     def advance(self) -> None:
-        """As the engine does: launch as far ahead as the world allows, then read one result.
+        """Do as the engine does: launch as far ahead as the world allows, then read one result.
 
-        With nothing left to do, results of dead steps stay under way until there is.
+        With no work left, results of dead steps stay in flight until there is some.
         """
         if self.scheduler.has_work:
             while self.may_launch and self.launch():
@@ -422,11 +420,11 @@ class Simulation:
             self.land()
 
     def drain(self) -> None:
-        """No more arrivals: everybody finishes in a bounded number of steps."""
+        """Without more arrivals, all requests finish in a bounded number of steps."""
         num_open = sum(not r.finished for r in self.requests)
         bound = self.num_steps + self.world.depth * (num_open + 1) * 2 * self.world.max_model_len
         while self.scheduler.has_work:
-            assert self.num_steps <= bound, "somebody starves"
+            assert self.num_steps <= bound, "a request starves"
             self.advance()
         while self.in_flight:
             self.land()
@@ -486,19 +484,23 @@ class Simulation:
         if preempted:
             assert not admitted, "an admission in a step that lacked blocks"
             kept = [r.order for r in running]
-            assert not kept or max(kept) < min(r.order for r in preempted), "not the last went"
-        assert admitted == before["waiting"][: len(admitted)], "somebody jumped the queue"
+            assert not kept or max(kept) < min(r.order for r in preempted), (
+                "the preempted were not the last"
+            )
+        assert admitted == before["waiting"][: len(admitted)], "a request jumped the queue"
         for admission, request in zip(plan.admissions, admitted, strict=True):
             assert admission.token_ids == request.token_ids
             assert admission.slot == request.slot
         for first, in_flight in zip(before["running"][:1], before["in flight"], strict=False):
-            # Its steps under way may end it, but unless they must, there is one more.
+            # Its steps in flight may end it, but unless they are sure to, it gets one more.
             certain = first.num_tokens + sum(1 for count in in_flight if count)
             limit = first.num_prompt_tokens + first.rules.max_tokens
             if certain < min(limit, self.world.max_model_len):
                 assert first.request_id in rows, "the first in order makes no progress"
             else:
-                assert first.request_id not in rows, "a step for one who is sure to have ended"
+                assert first.request_id not in rows, (
+                    "a step for a request that is sure to have ended"
+                )
 
     def _check_writes(self, rows: dict[str, PlannedRow]) -> None:
         """What a row may write are its request's own blocks; the worker holds it to that."""
@@ -509,19 +511,19 @@ class Simulation:
                 assert row.num_reserved == held, "the worker is told of other blocks"
 
     def _shared_blocks(self) -> set[int]:
-        """Which nobody may write: of two holders, or offered to others."""
+        """Blocks that must not be written: with two holders, or offered to the prefix cache."""
         pool = self.scheduler.pool
         shared = {b for b in range(1, self.world.num_blocks) if pool.refs(b) > 1}
         return shared | set(pool._cached)
 
     def _check_bounds(self) -> None:
-        """What the host reckons with is never below the device's numbers, nor what it knows
-        above them; with nothing of a request under way both are equal."""
+        """The host's upper bounds are never below the device's numbers, nor its known counts above
+        them; with no step of a request in flight they are equal."""
         worker = self.worker
         under_way = Counter((row.request_id, row.epoch) for r in self.in_flight for row in r.rows)
         for request in self.scheduler.running:
             slot, num_steps = request.slot, under_way[request.request_id, request.epoch]
-            assert len(request.in_flight) == num_steps, "steps under way are miscounted"
+            assert len(request.in_flight) == num_steps, "steps in flight are miscounted"
             blocks = worker.block_table[slot][: len(request.block_ids)]
             assert blocks == request.block_ids, "the device has other blocks"
             known, computed = worker.num_tokens[slot], worker.num_computed[slot]
@@ -530,7 +532,7 @@ class Simulation:
             assert worker.text(slot)[: request.num_tokens] == request.token_ids
             if not num_steps:
                 both = (request.num_tokens, request.num_computed)
-                assert (known, computed) == both, "host and device differ with nothing under way"
+                assert (known, computed) == both, "host and device differ with nothing in flight"
                 assert not worker.ended(slot), "the host goes on with an ended request"
 
     def _check_books(self) -> None:
@@ -588,7 +590,7 @@ class Traffic:
         length = rng.randint(1, rng.choice((4, world.max_model_len - 1)))
         shared = rng.randint(0, length) if rng.random() < 0.7 else 0
         prompt = rng.choice(self.prefixes)[:shared] + self._tokens(length - shared)
-        # Also what somebody else has generated, as a second turn of a conversation.
+        # Also what another request has generated, as a second turn of a conversation.
         if self.sim.requests and rng.random() < 0.3:
             prompt = rng.choice(self.sim.requests).token_ids[: world.max_model_len - 1]
         self.sim.add(
@@ -611,7 +613,7 @@ class Traffic:
             if self.rng.random() < 0.06:
                 name = self.sim.abort(self.rng.randrange(100))
                 if name is not None and self.rng.random() < 0.5:
-                    self._arrive(name)  # the same name, while results of the other are under way
+                    self._arrive(name)  # the same name, while results of the other are in flight
             self.sim.advance()
         self.sim.drain()
         return self.sim

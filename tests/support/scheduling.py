@@ -1,4 +1,4 @@
-"""Requests, schedulers, and steps of them with a worker that always answers."""
+"""Requests, schedulers, and steps with a worker that always answers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -71,7 +71,7 @@ def planned(rows: list[Row]) -> list[PlannedRow]:
 
 
 def random_rows(rng: random.Random, max_drafts: int = NUM_DRAFTS) -> list[Row]:
-    """Decodes with places for all drafts, prompts, chunks, and what lies between.
+    """Decodes with places for all drafts, prompts, chunks, and rows in between.
 
     A step at the model's limit, with more places than there are tokens to come, is among them, and
     rows whose requests have ended.
@@ -127,7 +127,7 @@ def no_stops() -> StopTensors:
 
 
 def random_stops(rng: random.Random, vocabulary: range) -> StopTensors:
-    """Of every slot, the sink too; ids past the number that counts are a former holder's."""
+    """Stop ids of every slot and the sink; ids past the count are left from a former holder."""
     stops = no_stops()
     for slot in range(SLOTS + 1):
         stops.min_tokens[slot] = rng.choice((0, 0, rng.randint(1, MAX_LEN)))
@@ -163,7 +163,7 @@ class Snapshot:
         return self.values[name]
 
     def check(self, slots: SlotTensors) -> None:
-        """Equal to the slots now. The sink's tokens are nobody's, all else of it counts."""
+        """Compare with the slots now, including all of the sink but its tokens."""
         for name, expected in self.values.items():
             found = getattr(slots, name).tolist()
             if name == "token_ids":

@@ -1,8 +1,8 @@
-"""Tiny targets and heads on disk, small enough to enumerate all that they may say; what runs them.
+"""Tiny targets and heads on disk, small enough to enumerate all their answers, and what runs them.
 
-A target says mostly what its newest token suggests, and a little what came before. A head that
-looks the newest token up in the target's output matrix is therefore mostly right; noise on its
-every tensor makes it as wrong as one likes.
+A target's next token depends mostly on its newest token, and a little on earlier ones. So a head
+that looks up the newest token in the target's LM head is mostly right; noise on all its tensors
+makes it as wrong as a test needs.
 """
 
 import json

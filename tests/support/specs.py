@@ -1,4 +1,4 @@
-"""Models that exist as numbers only."""
+"""Specs of models that have no weights."""
 
 from stoop.layers.rope import RopeSpec
 from stoop.models.decoder import DecoderSpec

@@ -1,5 +1,4 @@
-"""Random steps over random slot state and poisoned buffers, for kernels against torch, and how two
-of them are compared."""
+"""Random steps over random slot state and poisoned buffers, to compare kernels with torch."""
 
 import copy
 import random
@@ -98,7 +97,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def _fill_stops(rng: random.Random, case: Case) -> None:
-    """Of every slot, the sink too; ids past the number that counts are a former holder's."""
+    """Stop ids of every slot and the sink; ids past the count are left from a former holder."""
     stops = case.stops
     for slot in range(case.slots.sink + 1):
         stops.min_tokens[slot] = rng.choice((0, 0, rng.randint(1, case.max_len)))
@@ -129,7 +128,7 @@ def _fill_row(rng: random.Random, case: Case, slot: int, budget: int) -> int:
 
 
 def random_verdict(rng: random.Random, case: Case) -> tuple[Tensor, Tensor]:
-    """What a prepared step may yield; where nobody may look, stop ids or garbage."""
+    """What a prepared step may produce; entries that must not be read hold stop ids or garbage."""
     low, high = rng.choice(((10**9, 2**40), (SAMPLED.start, SAMPLED.stop)))
     sampled = torch.randint(low, high, (case.max_reqs, case.num_drafts + 1))
     counts = torch.zeros(case.max_reqs, dtype=torch.int64)
@@ -157,7 +156,7 @@ def verified_case(rng: random.Random) -> Case:
 
 
 def check_equal(ours: Any, theirs: Any, skip: tuple[str, ...] = ()) -> None:
-    """Two groups of tensors, to the last element."""
+    """Compare two groups of tensors, element by element."""
     for field in fields(ours):
         if field.name not in skip:
             mine, other = getattr(ours, field.name), getattr(theirs, field.name)
@@ -165,7 +164,7 @@ def check_equal(ours: Any, theirs: Any, skip: tuple[str, ...] = ()) -> None:
 
 
 def check_slots(ours: Case, theirs: Case, before: Case) -> None:
-    """As the reference leaves them, but that kernels leave the sink as it was."""
+    """Compare with the reference, except that kernels leave the sink unchanged."""
     assert torch.equal(ours.slots.token_ids[:-1], theirs.slots.token_ids[:-1])
     assert torch.equal(ours.slots.token_ids[-1], before.slots.token_ids[-1])
     check_equal(ours.slots, theirs.slots, skip=("token_ids",))

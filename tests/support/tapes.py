@@ -1,4 +1,4 @@
-"""What tape tests compare with: eager runs of the same functions on the same buffers."""
+"""Eager runs of the same functions on the same buffers, to compare tapes with."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own."""
+"""Runs a program on its own terminal."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text: str) -> None:
-        """Read on until the text has come, and forget what came before it."""
+        """Read until the text appears, and drop everything up to it."""
         self._read_until(lambda: text in self.seen)
         assert text in self.seen, self.seen
         self.seen = self.seen.split(text, 1)[1]
@@ -37,7 +37,7 @@ class Terminal:
         self._read_until(lambda: bool(self.seen))
 
     def read_all(self) -> str:
-        """Up to the end of the program."""
+        """Read to the end of the program."""
         self._read_until(lambda: False)
         return self.seen
 

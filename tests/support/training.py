@@ -86,7 +86,7 @@ def documents(folder: Path) -> list[tuple[int, ...]]:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """A deadline that comes when so many steps are done."""
+    """A deadline that is reached after this many steps."""
     done = 0
 
     class Soon(Deadline):
@@ -137,7 +137,7 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
 
 
 class NaivePasses:
-    """Slot by slot, with a list of keys for each: no masks, no packs, no shifted tensors."""
+    """Computes each position with its own list of keys: no masks, no packs, no shifted tensors."""
 
     def __init__(self, head: EagleHead, target: Path, draft_ids: list[int]) -> None:
         self.spec: EagleSpec = head.spec

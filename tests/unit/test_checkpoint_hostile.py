@@ -161,7 +161,10 @@ def test_small_gguf_files_cannot_exhaust_memory(tmp_path: Path) -> None:
 def test_tensors_may_not_share_their_bytes(tmp_path: Path) -> None:
     """Ten thousand headers over the same megabyte would be written out as ten gigabytes."""
     one = struct.pack("<IQIQ", 1, 4, 0, 0)
-    for names, sentence in ((("a", "b"), "tensor b overlaps another"), (("a", "a"), "one name")):
+    for names, sentence in (
+        (("a", "b"), "tensor b overlaps another"),
+        (("a", "a"), "two tensors with the same name"),
+    ):
         data = header(2, 0, *(text(name) + one for name in names))
         (tmp_path / "m.gguf").write_bytes(data.ljust(len(data) + 64, b"\0"))
         with pytest.raises(CheckpointError, match=sentence):

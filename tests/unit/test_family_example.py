@@ -183,7 +183,7 @@ def test_an_architecture_is_registered_once() -> None:
 
 @pytest.mark.parametrize("wrong", [None, "GullForCausalLM", dict])
 def test_only_families_are_registered(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"takes a stoop\.models\.family\.Family"):
+    with pytest.raises(ConfigError, match=r"pass a stoop\.models\.family\.Family"):
         stoop.register_model(wrong)
 
 

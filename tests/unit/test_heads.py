@@ -13,11 +13,13 @@ from torch import Tensor
 
 from stoop.config.errors import CheckpointError
 from stoop.layers.attention import Attention
-from stoop.layers.stateful import StatefulLayer, stateful_layers
+from stoop.layers.stateful import number_layers, stateful_layers
 from stoop.models.decoder import DecoderModel
 from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.head_config import read_head_spec
 from stoop.models.head_source import canonical_names
+from stoop.ops.rope import Rotation
+from stoop.ops.rope import rotate as turn_heads
 from support.head_layouts import (
     DIM,
     DRAFT,
@@ -92,7 +94,9 @@ def test_every_tensor_lands_in_its_place(tmp_path: Path, layout: Layout) -> None
         assert torch.equal(parameter, expected), name
     loaded = sum(parameter.numel() for parameter in head.parameters())
     assert loaded == sum(t.numel() for name, t in tensors.items() if name != "t2d")
-    assert len(stateful_layers(head)) == layout.spec.decoder.num_layers
+    number_layers(stateful_layers(make_target(), head))
+    kv_layers = [head.first.self_attn.index, *(layer.self_attn.index for layer in head.rest)]
+    assert kv_layers == [6 + index for index in range(layout.spec.decoder.num_layers)]
 
 
 class CausalContext:
@@ -101,10 +105,10 @@ class CausalContext:
     def __init__(self) -> None:
         self.layers: list[StatefulLayer] = []
 
-    def run(self, layer: StatefulLayer, *inputs: Any) -> Tensor:
-        assert isinstance(layer, Attention)
-        self.layers.append(layer)
-        return attend(*layer.rotated(*inputs))
+    def run(self, layer: Attention, qkv: Tensor, rotation: Rotation) -> Tensor:
+        self.layers.append(layer.index)
+        kv_heads = layer.shape.num_kv_heads
+        return attend(*turn_heads(qkv, kv_heads, rotation, layer.head_norms))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -242,6 +246,7 @@ def test_a_loaded_head_computes_what_the_papers_say(tmp_path: Path, spec: EagleS
     assert read_head_spec(tmp_path, TARGET) == spec
     target, ctx = make_target(), CausalContext()
     head = load(tmp_path, spec, target=target)
+    number_layers(stateful_layers(target, head))
     plain = Plain(tensors, spec, target)
     wanted = run_twice(plain, spec, plain.forward)
     found = run_twice(head, spec, lambda *inputs: head.finish(head(*inputs, ctx)))
@@ -289,7 +294,7 @@ def test_canonical_names() -> None:
 
 
 def test_two_names_of_one_tensor_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"both layers\.0\.a and midlayer\.a, which mean"):
+    with pytest.raises(CheckpointError, match=r"both layers\.0\.a and midlayer\.a, two names"):
         canonical_names(["midlayer.a", "layers.0.a"])
 
 
@@ -355,7 +360,7 @@ def test_a_copy_of_the_targets_embedding_is_shared(
     head = load(tmp_path, spec, dtype="bfloat16", target=target)
     assert (head.embed_tokens is None) == same
     assert head.spec.own_embedding != same
-    assert ("bit for bit: shared" in caplog.text) == same
+    assert ("shares the target's embedding" in caplog.text) == same
     features = torch.zeros(2, SIZE, dtype=torch.bfloat16)
     states = head(torch.tensor([1, 2]), features, torch.arange(2), CausalContext())
     assert states.shape == (2, SIZE)
@@ -374,7 +379,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
     head = load(tmp_path, EAGLE1, report=lambda *line: told.append(line))
     total = sum(parameter.numel() for parameter in head.parameters())
     assert told[-1] == ("loading weights", total, total)
-    assert len(told) == len(list(head.weight_slots()))
+    assert len(told) == len(list(head.weight_views()))
 
 
 def log_line(caplog: pytest.LogCaptureFixture) -> str:
@@ -393,7 +398,7 @@ def test_one_line_tells_what_was_settled(tmp_path: Path, caplog: pytest.LogCaptu
         "norm_before_fc=True (config), fc_norm=False (tensors), "
         "norm_before_residual=False (default), norm_output=False (default), "
         "fc_bias=False (tensors), embedding: its own, lm_head: its own, "
-        "drafts from 24 of 40 tokens through d2t, drafts to position 64 of the target's 128 only"
+        "drafts 24 of 40 tokens through d2t, drafts only up to position 64 of the target's 128"
     )
 
 
@@ -405,7 +410,7 @@ def test_the_line_tells_defaults_and_what_is_borrowed(
     read_head_spec(tmp_path, dataclasses.replace(TARGET, max_position=64))
     line = log_line(caplog)
     assert "speculators layout, taps=(2, 3, 3) (default)" in line
-    assert "embedding: the target's, lm_head: the target's, drafts from 40 of 40 tokens" in line
+    assert "embedding: the target's, lm_head: the target's, drafts 40 of 40 tokens" in line
     assert "position" not in line
 
 
@@ -415,7 +420,7 @@ def test_the_line_tells_a_bias_that_the_config_has_wrong(
     caplog.set_level(logging.INFO)
     write(tmp_path, flat(bias=True), make_tensors(EAGLE1))
     assert read_head_spec(tmp_path, TARGET).fc_bias is False
-    assert "fc_bias=False (tensors, against bias=True of the config)" in log_line(caplog)
+    assert "fc_bias=False (tensors, although the config has bias=True)" in log_line(caplog)
 
 
 @pytest.mark.parametrize(

@@ -48,15 +48,15 @@ EAGLE3_HARMS: dict[str, tuple[Harm, str]] = {
     ),
     "taps of fc": (
         lambda c, t: c.update({TAPS: [1, 2]}),
-        "takes 96 values, but 2 taps (by config) of the target's hidden_size 32 make 64",
+        "takes 96 values, but 2 taps (from config) of the target's hidden_size 32 make 64",
     ),
     "fc of another target": (
         lambda c, t: t.update({"fc.weight": torch.zeros(SIZE, 3 * 16)}),
-        "takes 48 values, but 3 taps (by default) of the target's hidden_size 32 make 96",
+        "takes 48 values, but 3 taps (from default) of the target's hidden_size 32 make 96",
     ),
     "tap out of range": (
         lambda c, t: c.update({TAPS: [1, 2, 7]}),
-        "taps layer 7, but the target has 6 layers, so that taps go from 0 to 6",
+        "taps layer 7, but the target has 6 layers and taps from 0 to 6",
     ),
     "negative tap": (lambda c, t: c.update({TAPS: [-1, 2, 3]}), "taps layer -1, but the target"),
     "no list of taps": (lambda c, t: c.update({TAPS: 3}), f"{TAPS}=3 where a list"),
@@ -75,7 +75,8 @@ EAGLE3_HARMS: dict[str, tuple[Harm, str]] = {
     ),
     "size of a shared embedding": (
         lambda c, t: c.update(hidden_size=48, head_dim=DIM),
-        "hidden_size 48 and the target 32, but a head that borrows its embed_tokens has",
+        "hidden_size 48 and the target 32, but they must be equal for a head that uses "
+        "the target's embed_tokens:",
     ),
     "rows of the embedding": (
         lambda c, t: t.update({"embed_tokens.weight": torch.zeros(50, SIZE)}),
@@ -83,7 +84,7 @@ EAGLE3_HARMS: dict[str, tuple[Harm, str]] = {
     ),
     "rows of lm_head": (
         lambda c, t: t.update({"lm_head.weight": torch.zeros(20, SIZE)}),
-        "lm_head.weight has 20 rows, but it drafts from 24 tokens",
+        "lm_head.weight has 20 rows, but it drafts 24 tokens",
     ),
     "vocabulary of the target": (
         lambda c, t: c.update(vocab_size=41),
@@ -91,11 +92,11 @@ EAGLE3_HARMS: dict[str, tuple[Harm, str]] = {
     ),
     "more drafts than tokens": (
         lambda c, t: c.update(draft_vocab_size=41),
-        "drafts from 41 tokens, but the target has only 40",
+        "drafts 41 tokens, but the target has only 40",
     ),
     "no d2t": (
         lambda c, t: t.pop("d2t"),
-        "drafts from 24 of the target's 40 tokens but has no d2t",
+        "drafts 24 of the target's 40 tokens but has no d2t",
     ),
     "length of d2t": (
         lambda c, t: t.update(d2t=torch.zeros(23, dtype=torch.int64)),
@@ -111,7 +112,7 @@ EAGLE3_HARMS: dict[str, tuple[Harm, str]] = {
             t.update({"embed_tokens.weight": torch.zeros(VOCAB, SIZE)}),
             c.update(tie_word_embeddings=True),
         ),
-        "has 40 rows, but it drafts from 24 tokens",
+        "has 40 rows, but it drafts 24 tokens",
     ),
     "missing tensor": (
         lambda c, t: t.pop("layers.0.mlp.up_proj.weight"),
@@ -159,7 +160,7 @@ EAGLE3_HARMS: dict[str, tuple[Harm, str]] = {
     ),
     "an EAGLE-1 name": (
         lambda c, t: c.update(architectures=["LlamaForCausalLMEagle"]),
-        "names a head of 'eagle', but the weights are of 'eagle3', for its weights have layers.0",
+        "names method 'eagle', but the weights are of 'eagle3' (its weights have layers.0",
     ),
     "another architecture": (
         lambda c, t: c.update(architectures=["GptOssForCausalLMEagle3"]),
@@ -174,7 +175,8 @@ EAGLE3_HARMS: dict[str, tuple[Harm, str]] = {
 EAGLE1_HARMS: dict[str, tuple[Harm, str]] = {
     "size": (
         lambda c, t: c.update(hidden_size=48, head_dim=DIM),
-        "hidden_size 48 and the target 32, but a head that borrows its embed_tokens and lm_head",
+        "hidden_size 48 and the target 32, but they must be equal for a head that uses "
+        "the target's embed_tokens and lm_head",
     ),
     "size with its own ends": (
         lambda c, t: (
@@ -182,11 +184,11 @@ EAGLE1_HARMS: dict[str, tuple[Harm, str]] = {
             t.update({"embed_tokens.weight": torch.zeros(VOCAB, 48)}),
             t.update({"lm_head.weight": torch.zeros(VOCAB, 48)}),
         ),
-        "hidden_size 48 and the target 32, but a head that is of EAGLE-1 has to have the target's",
+        "hidden_size 48 and the target 32, but they must be equal for a head that is EAGLE-1",
     ),
     "lm_head": (
         lambda c, t: t.update({"lm_head.weight": torch.zeros(39, SIZE)}),
-        "lm_head.weight has 39 rows, but it drafts from 40 tokens",
+        "lm_head.weight has 39 rows, but it drafts 40 tokens",
     ),
     "fc": (
         lambda c, t: t.update({"fc.weight": torch.zeros(SIZE, 48)}),
@@ -198,12 +200,15 @@ EAGLE1_HARMS: dict[str, tuple[Harm, str]] = {
     ),
     "a flag of EAGLE-3": (
         lambda c, t: c.update(norm_output=True),
-        "norm_output=True, but the head is of EAGLE-1",
+        "norm_output=True, but the head is EAGLE-1",
     ),
-    "taps": (lambda c, t: c.update({TAPS: [1, 2, 3]}), f"{TAPS}=[1, 2, 3], but the head is of"),
+    "taps": (
+        lambda c, t: c.update({TAPS: [1, 2, 3]}),
+        f"{TAPS}=[1, 2, 3], but the head is EAGLE-1",
+    ),
     "an EAGLE-3 name": (
         lambda c, t: c.update(architectures=["LlamaForCausalLMEagle3"]),
-        "names a head of 'eagle3', but the weights are of 'eagle', for its weights lack layers",
+        "names method 'eagle3', but the weights are of 'eagle' (its weights lack layers",
     ),
     "no weights of a head": (
         lambda c, t: (t.clear(), t.update({"lm_head.weight": torch.zeros(VOCAB, SIZE)})),
@@ -227,7 +232,7 @@ SPECULATORS_HARMS: dict[str, tuple[Harm, str]] = {
     ),
     "no layers": (
         lambda c, t: c.pop("transformer_layer_config"),
-        "has no transformer_layer_config",
+        "the speculators layout but no transformer_layer_config",
     ),
 }
 
@@ -281,11 +286,11 @@ def test_a_method_without_heads_is_refused(tmp_path: Path) -> None:
     [
         (
             [0] * 23 + [17],
-            "leads draft token 23 to token 40, but the target's tokens go from 0 to 39",
+            "maps draft token 23 to token 40, but the target's tokens go from 0 to 39",
         ),
-        ([0, -2] + [0] * 22, "leads draft token 1 to token -1, but"),
-        ([0, 0, 0, 2] + [0] * 20, "leads both draft tokens 3 and 5 to token 5"),
-        ([0.0] * 24, "d2t is of float32 where whole numbers are needed"),
+        ([0, -2] + [0] * 22, "maps draft token 1 to token -1, but"),
+        ([0, 0, 0, 2] + [0] * 20, "maps both draft tokens 3 and 5 to token 5"),
+        ([0.0] * 24, "d2t has dtype float32 where whole numbers are needed"),
     ],
 )
 def test_a_bad_d2t_is_refused(tmp_path: Path, d2t: list[Any], sentence: str) -> None:
@@ -357,8 +362,13 @@ def test_a_dummy_needs_its_config_alone(
 @pytest.mark.parametrize(
     ("config", "method", "error", "sentence"),
     [
-        (flat(), None, ConfigError, "leaves open whether the head is eagle or eagle3"),
-        (flat(draft_vocab_size=9), "eagle", ConfigError, "for its config.json has draft_vocab"),
+        (flat(), None, ConfigError, "does not say whether the head is eagle or eagle3"),
+        (
+            flat(draft_vocab_size=9),
+            "eagle",
+            ConfigError,
+            "is 'eagle3' .its config.json has draft_vocab",
+        ),
         (flat("EagleLlamaForCausalLM"), "eagle3", ConfigError, "its config.json says so"),
         (flat(), "eagle4", ConfigError, "method 'eagle4' has no head"),
         (flat(hidden_size=64), "eagle3", CheckpointError, "hidden_size 64, but this one has 32"),
@@ -398,7 +408,7 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"a": Code()}, "more than tensors, which could run code as it is read: convert it"),
+        ({"a": Code()}, "more than tensors, which could run code when it is read: convert it"),
         ({"a": 3}, "has int 'a' among its tensors: convert it"),
         ([torch.ones(1)], "holds no tensors by name: convert it"),
     ],

@@ -463,7 +463,7 @@ RUN_AHEAD_MUTANTS = [
     (Request, "launch", bound_raised_by_one, "out of bounds|too low|host thinks"),
     (Scheduler, "_max_new_tokens", a_step_yields_one, "computes nothing"),
     (Scheduler, "_max_new_tokens", a_chunk_yields_one, "disagree|computes unknown|not where"),
-    (PrefixCache, "insert", offer_the_newest_token, "cached block|nobody wrote|others may read"),
+    (PrefixCache, "insert", offer_the_newest_token, "cached block|never written|others may read"),
     (Scheduler, "_lacks_blocks", preempt_while_pending, "preempted while"),
     (Scheduler, "schedule", never_tell_that_results_are_pending, "preempted while"),
     (Scheduler, "update", take_late_results, "late result"),

@@ -73,10 +73,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def fill(layer: Any) -> dict[str, Tensor]:
-    """Through its slots, as a loader does."""
-    values = {slot.name: random(*slot.shape, seed=n) for n, slot in enumerate(layer.weight_slots())}
-    for slot in layer.weight_slots():
-        slot.fill(values[slot.name])
+    """Fill a layer through its views, as a loader does."""
+    values = {view.name: random(*view.shape, seed=n) for n, view in enumerate(layer.weight_views())}
+    for view in layer.weight_views():
+        view.fill(values[view.name])
     return values
 
 
@@ -164,8 +164,8 @@ def test_norms_and_biases_keep_the_dtype_of_computation() -> None:
             super().__init__()
             self.norm, self.fc = RMSNorm(4, 1e-5), FusedLinear(("fc",), 4, (3,), bias=True)
 
-        def weight_slots(self) -> Any:
-            yield from self.fc.weight_slots()
+        def weight_views(self) -> Any:
+            yield from self.fc.weight_views()
 
     device = DeviceConfig("cpu", "float64", "bfloat16", "float64")
     made = build(Both, device)

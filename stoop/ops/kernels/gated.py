@@ -1,8 +1,8 @@
-"""Gate, up and activation of some dozens of tokens in one product.
+"""Gate, up and activation for some dozens of tokens in one GEMM.
 
-Too many tokens to stay bound by the weights alone, and too few to fill a GPU with tiles of cuBLAS's
-sizes. A program takes a band of outputs, with its gates and its ups, for all tokens: so the inputs
-are read once for both, and neither gates nor ups are ever written.
+These are too many tokens to be bound by reading the weights alone, and too few to fill a GPU with
+tiles of cuBLAS's sizes. A program computes a band of outputs for all tokens, both gates and ups, so
+that the inputs are read once and neither gates nor ups are written to memory.
 """
 
 import torch
@@ -18,7 +18,7 @@ from stoop.ops.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from stoop.ops.kernels.linear_choice import Tiling
+from stoop.ops.kernels.linear_choice import GemmTiling
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -32,8 +32,8 @@ def _load(ptr, inputs, num_inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def _load_tokens(ptr, inputs, token_mask, num_inputs, EVEN: tl.constexpr):
-    """Masked, for if all programs asked for the last token in place of those that are not there,
-    they would wait for one another."""
+    """Load tokens with a mask: if all programs read the last token in place of missing ones, they
+    would contend for it."""
     return tl.load(
         ptr + inputs, mask=token_mask if EVEN else token_mask & (inputs < num_inputs), other=0.0
     )
@@ -52,14 +52,14 @@ def _gated_kernel(
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS outputs of all tokens."""
+    """Compute OUTPUTS outputs for all tokens."""
     let_next_start(PDL)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    # Past the end the last row is read once more, which is cheaper than a mask.
+    # Past the end, reading the last row again is cheaper than a mask.
     row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     gate_ptr = weight_ptr + row * num_inputs
     up_ptr = weight_ptr + (row + num_outputs) * num_inputs
-    if AHEAD > 0:  # of each row, by one thread
+    if AHEAD > 0:  # one thread prefetches the start of one row
         lane = tl.arange(0, LANES)
         row_of_lane = tl.minimum(tl.program_id(0) * OUTPUTS + lane % OUTPUTS, num_outputs - 1)
         row_of_lane += lane // OUTPUTS * num_outputs
@@ -85,7 +85,7 @@ def _gated_kernel(
 
 
 def launch_gated(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiling: Tiling
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiling: GemmTiling
 ) -> None:
     """out = silu(gate) * up of x @ weight.T + bias, all contiguous
 

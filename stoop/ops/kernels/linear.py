@@ -1,9 +1,9 @@
-"""Matrix products of few tokens, with what stands before and after them in a decoder layer.
+"""GEMMs over few tokens, fused with what precedes and follows them in a decoder layer.
 
-They are bound by reading the weights once. So one program takes a band of outputs, for all tokens
-or, where weights are small, for some of them, and walks all inputs. The norm before the product
-costs it no pass of its own, because the scale of a token is a factor of its whole row: squares are
-summed beside the product, and the scale multiplies its end. No program needs another's sum, and the
+They are bound by reading the weights once. So one program computes a band of outputs, for all
+tokens or, where weights are small, for some of them, and loops over all inputs. The norm before the
+GEMM needs no pass of its own, because a token's scale is a factor of its whole row: squares are
+summed during the GEMM, and the scale multiplies the result. No program needs another's sum, and the
 same inputs give the same bits.
 """
 
@@ -25,15 +25,15 @@ from stoop.ops.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from stoop.ops.kernels.linear_choice import Kind, LinearShape, Tiling, tiling_for
+from stoop.ops.kernels.linear_choice import GemmTiling, Kind, LinearShape, tiling_for
 from stoop.ops.kernels.norm import rms_norm
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
-AHEAD_BYTES = 32 * 1024  # of weights that a program asks for before its inputs are there
-MAX_WAITING = 1024  # programs, more or less, that a GPU holds at a time
-# With `prefetch_weight`, all of a weight that the second-level cache holds is loaded before the
-# inputs are there, by so many programs, which start early.
+AHEAD_BYTES = 32 * 1024  # of weights that a program prefetches before its inputs are ready
+MAX_WAITING = 1024  # roughly the number of programs that are resident on a GPU
+# With `prefetch_weight`, as much of the weight as the L2 cache holds is loaded before the inputs
+# are ready, by up to MAX_SHARES programs, which start early.
 WHOLE_BYTES = 16 * 2**20
 MAX_SHARES = 256
 AT_START = tl.constexpr(linear_choice.AT_START)
@@ -42,9 +42,9 @@ AFTER_LOOP = tl.constexpr(linear_choice.AFTER_LOOP)
 
 @triton.jit
 def _row(index, first, num_outputs, OUTPUTS: tl.constexpr):
-    """The weight's row of a program's row: its outputs, or all gates and then all ups.
+    """The row of the weight for a program's row: its outputs, or first its gates and then its ups.
 
-    Past the end the last row is read once more, which is cheaper than a mask.
+    Past the end, reading the last row again is cheaper than a mask.
     """
     return tl.minimum(first + index % OUTPUTS, num_outputs - 1) + index // OUTPUTS * num_outputs
 
@@ -54,7 +54,7 @@ def _prefetch_rows(
     weight_ptr, first, num_outputs, num_inputs,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """The first AHEAD bytes of each row of a program."""
+    """Prefetch the first AHEAD bytes of each of a program's rows."""
     thread = tl.arange(0, THREADS)
     row = _row(thread, first, num_outputs, OUTPUTS).to(tl.int64)
     prefetch(weight_ptr + row * num_inputs, tl.where(thread < ROWS, AHEAD, 0))
@@ -62,7 +62,7 @@ def _prefetch_rows(
 
 @triton.jit
 def _prefetch_share(weight_ptr, SHARES: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):
-    """One of SHARES parts of AHEAD bytes, whoever is to read them: a chunk of them a thread."""
+    """Prefetch one of SHARES parts of AHEAD bytes, one chunk per thread, for any program."""
     CHUNK: tl.constexpr = (AHEAD // (SHARES * THREADS) + 15) // 16 * 16
     part = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
     size = tl.minimum(AHEAD - part * CHUNK, CHUNK)
@@ -97,7 +97,7 @@ def _dot(a, b, acc, WIDE: tl.constexpr):
 
 @triton.jit
 def _fold(x):
-    """[a, b, n] to [a, b, n / 8]: sums of neighbours, which one thread has loaded together."""
+    """[a, b, n] to [a, b, n / 8]: sums of neighbours that one thread has loaded together."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8)), 3)
 
 
@@ -107,7 +107,7 @@ def _add_product(
     NORM: tl.constexpr, DOT: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One more block of inputs.
+    """Add one block of inputs to the accumulators.
 
     DOT: x [ways, tokens, inputs], weight [ways, rows, inputs], acc [ways, rows, tokens]
     else x [1, tokens, inputs], weight [rows, 1, inputs], acc [rows, tokens, inputs / 8]
@@ -116,15 +116,15 @@ def _add_product(
     x = tl.load(x_ptr + k, mask=token_mask if EVEN else token_mask & live, other=0.0)
     if NORM:
         if SQUARE:
-            # As a product, of which the diagonal counts: in a pipelined loop x stays in the
-            # layout of an operand, where sums of any other would make for bank conflicts.
+            # As x @ x.T, of which only the diagonal is used: in a pipelined loop x stays in the
+            # layout of a dot operand, and sums in any other layout cause bank conflicts.
             squares = _dot(x, tl.permute(x, (0, 2, 1)), squares, WIDE)
         else:
             squares += _fold(x.to(tl.float32) * x.to(tl.float32))
     if DOT:
         turned = tl.permute(x, (0, 2, 1))
         if NORM:
-            # Rounded, because it is an operand; the token's scale comes at the end.
+            # Rounded, because it is a dot operand; the token's scale is applied at the end.
             turned = turned.to(tl.float32) * tl.permute(norm, (0, 2, 1)).to(tl.float32)
         acc = _dot(weight, turned.to(x.dtype), acc, WIDE)
     else:
@@ -141,7 +141,7 @@ def _add_products(
     NORM: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All blocks of inputs. The next kernel may start when LAST inputs are left, if LAST is set."""
+    """Add all blocks of inputs. If LAST > 0, the next kernel may start when LAST inputs remain."""
     for start in range(0, num_inputs, STEP):
         if LAST > 0:
             let_next_start_if(start + LAST >= num_inputs, PDL)
@@ -157,7 +157,7 @@ def _add_products(
 
 @triton.jit
 def _sum_squares(squares, SQUARE: tl.constexpr):
-    """Of each token. squares: as above"""
+    """The sum of squares of each token; `squares` has the shape that `_add_product` describes."""
     if SQUARE:
         token = tl.arange(0, squares.shape[1])
         squares = tl.where(token[:, None] == token[None, :], tl.sum(squares, 0), 0.0)[None]
@@ -181,8 +181,8 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, SHARES: tl.constexpr, THREADS: tl.constexpr,
     WIDE: tl.constexpr, SIGNAL: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the weight times BLOCK_T tokens. In each block of WAYS * BLOCK_K inputs, every way is
-    one warp's: none reads what another does, and their sums are added once, at the end."""
+    """Multiply ROWS of the weight by BLOCK_T tokens. Each way of a block of WAYS * BLOCK_K inputs
+    is one warp's: no two warps read the same weights, and their sums are added at the end."""
     if SIGNAL == AT_START:
         let_next_start(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -204,7 +204,7 @@ def _linear_kernel(
     output = (first + tl.arange(0, OUTPUTS))[:, None]
     place = token[None, :].to(tl.int64) * num_outputs + output
     stored = (output < num_outputs) & (token < num_tokens)[None, :]
-    if residual_ptr is not None:  # asked for beside the inputs, not behind them
+    if residual_ptr is not None:  # loaded along with the inputs, not after the loop
         residual = tl.load(residual_ptr + place, mask=stored, other=0.0)
     token_mask = (token < num_tokens)[None, :, None]
     x_ptr += token[None, :, None] * num_inputs
@@ -239,7 +239,7 @@ def launch(
     x: Tensor,
     weight: Tensor,
     out: Tensor,
-    tiling: Tiling,
+    tiling: GemmTiling,
     *,
     bias: Tensor | None = None,
     norm: tuple[Tensor | None, float] = (None, 0.0),
@@ -247,16 +247,16 @@ def launch(
     gated: bool = False,
     prefetch_weight: bool = False,
 ) -> None:
-    """All tensors contiguous.
+    """Launch the kernel. All tensors must be contiguous.
 
-    norm: its weight and epsilon, or no weight for none
-    prefetch_weight: load all of the weight before x is ready
+    norm: its weight and epsilon; the weight is None if there is no norm
+    prefetch_weight: load the whole weight before x is ready
     """
     num_tokens, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == num_inputs
     assert out.is_contiguous() and out.shape == (num_tokens, num_outputs)
-    assert tiling.dot or num_tokens <= linear_choice.MAX_UNDOTTED, (tiling, num_tokens)
+    assert tiling.dot or num_tokens <= linear_choice.MAX_TOKENS_WITHOUT_DOT, (tiling, num_tokens)
     outputs = tiling.rows // 2 if gated else tiling.rows
     block_t = tiling.block_t(num_tokens)
     grid = triton.cdiv(num_outputs, outputs), triton.cdiv(num_tokens, block_t)
@@ -284,25 +284,25 @@ def _division(dot: bool, block_t: int) -> int:
 
 
 def _ahead(weight: Tensor, rows: int, grid: tuple[int, int], whole: bool) -> tuple[int, int]:
-    """Bytes to ask for while the inputs are waited for: of each row of a program, and 0; or of the
-    whole weight, and how many programs share in that."""
+    """What to prefetch while waiting for the inputs: (bytes of each of a program's rows, 0), or
+    (bytes of the whole weight, number of programs that share it)."""
     row_bytes = weight.shape[1] * weight.dtype.itemsize
     if row_bytes % 16 != 0 or weight.data_ptr() % 16 != 0:
         return 0, 0
     if whole:
         return min(weight.nbytes, WHOLE_BYTES), min(grid[0], MAX_SHARES)
-    if grid[0] * grid[1] > MAX_WAITING:  # they do not all start early
+    if grid[0] * grid[1] > MAX_WAITING:  # not all programs start early
         return 0, 0
     return min(row_bytes, AHEAD_BYTES // rows), 0
 
 
-def _tiling(kind: Kind, x: Tensor, weight: Tensor) -> Tiling:
+def _tiling(kind: Kind, x: Tensor, weight: Tensor) -> GemmTiling:
     return tiling_for(LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype), x.shape[0])
 
 
 @register("skinny_linear_(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
 def skinny_linear_(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x @ weight.T + bias, in out's precision, which may be float32
+    """out = x @ weight.T + bias, in the dtype of out, which may be float32
 
     x: [tokens, inputs], weight: [outputs, inputs], bias: [outputs], out: [tokens, outputs]
     """

@@ -1,7 +1,7 @@
-"""Who multiplies few tokens, and how the product is cut: cuBLAS or our kernel, by shape.
+"""Which GEMM serves small batches, cuBLAS or our kernel, and with which tiling, by shape.
 
-A decision is made once, by measurement (see linear_tuning.py) or else by rules, and holds for the
-process: so a replayed graph and an eager call take the same path and give the same bits.
+A decision is made once per process, by measurement (linear_tuning.py) or else by rules. So a
+replayed graph and an eager call take the same path and give the same bits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,22 +16,23 @@ from stoop.ops.kernels.choice import has_large_tiles, uses_kernels
 
 Kind = Literal["linear", "logits", "add", "norm", "gated"]
 HALF = (torch.bfloat16, torch.float16)
-# A decision holds for all numbers of tokens up to one of these.
+# A decision holds for all numbers of tokens in a bucket: up to this one, above the one before.
 BUCKETS = (1, 4, 8, 16, 32, 64, 128)
 MAX_TOKENS = BUCKETS[-1]
-MAX_UNDOTTED = 4  # tokens that plain multiplications may serve
-MAX_NORMED = 32  # tokens of a program that norms them; "gated" goes on without that
+MAX_TOKENS_WITHOUT_DOT = 4  # up to which plain multiplications may serve
+MAX_NORMED = 32  # tokens per program if it norms them; "gated" serves more with the norm outside
 
-# When the next kernel may be launched: its programs then ask for their weights and wait.
+# When the next kernel may be launched: its programs then prefetch their weights and wait.
 AT_START, WITH_LAST_LOADS, AFTER_LOOP = range(3)
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A product: what is fused with it, and its weight.
+    """A GEMM: what is fused with it, and the shape of its weight.
 
-    linear: x @ weight.T; logits: in float32; add: plus the residual; norm: of the normalised x;
-    gated: of that too, then silu(gate) * up, for many tokens by a kernel of its own (gated.py)
+    linear: x @ weight.T; logits: the same in float32; add: plus the residual; norm: with x
+    normalised; gated: with x normalised, then silu(gate) * up, which has its own kernel for many
+    tokens (gated.py)
     """
 
     kind: Kind
@@ -41,14 +42,14 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """How a product is cut.
+class GemmTiling:
+    """Tile sizes and launch options of a GEMM kernel.
 
-    rows: of the weight a program, of which half are gates where there are any
-    ways: parts of a block of inputs, each multiplied by a warp of its own
-    block_k: inputs of a part
-    dot: by tensor cores, for at least 8 tokens; else by plain multiplications, for a few
-    tokens: of a program, 8, 16 or 32; 0: all, and so no part of the weight is read twice
+    rows: rows of the weight per program; for "gated", half of them are gates
+    ways: parts of a block of inputs, each multiplied by its own warp
+    block_k: inputs per part
+    dot: use tensor cores, padded to at least 8 tokens; else plain multiplications, for a few tokens
+    tokens: tokens per program, 8, 16 or 32; 0 for all, so that the weight is read only once
     """
 
     rows: int
@@ -61,24 +62,24 @@ class Tiling:
     tokens: int = 0
 
     def block_t(self, num_tokens: int) -> int:
-        """Tokens of a program, when there are so many."""
+        """Tokens per program in a batch of `num_tokens`."""
         if self.tokens:
             return self.tokens
         return max(8, bucket_of(num_tokens)) if self.dot else bucket_of(num_tokens)
 
     def norms(self, num_tokens: int) -> bool:
-        """Whether a program can norm its tokens."""
+        """Whether a program can norm its tokens itself."""
         return self.block_t(num_tokens) <= MAX_NORMED
 
 
-Decision = Tiling | None  # None: cuBLAS, with norm and activation as kernels of their own
+Decision = GemmTiling | None  # None: cuBLAS, with norm and activation as kernels of their own
 _decisions: dict[tuple[LinearShape, int], Decision] = {}
 _recorded: dict[LinearShape, None] | None = None
 
 
 @contextmanager
 def recording() -> Iterator[dict[LinearShape, None]]:
-    """Note which products are asked for; cuBLAS serves them, and nothing is decided."""
+    """Record which GEMMs are called; cuBLAS serves them, and nothing is decided."""
     global _recorded
     _recorded = {}
     try:
@@ -95,8 +96,8 @@ def uses_skinny(kind: Kind, x: Tensor, weight: Tensor) -> bool:
     """Whether our kernel serves this call. x: [tokens, inputs], weight: [outputs, inputs]"""
     if x.dtype not in HALF or not uses_kernels(x):
         return False
-    # A large state times the norm's weight, before it is scaled, is more than float16 holds. (Where
-    # the norm comes first, cuBLAS serves them all the same.)
+    # A large hidden state times the norm's weight, before it is scaled, overflows float16. (This
+    # includes tilings with the norm outside: cuBLAS serves all of float16.)
     if kind in _NORMS and x.dtype == torch.float16:
         return False
     shape = LinearShape(kind, weight.shape[0], weight.shape[1], x.dtype)
@@ -106,7 +107,7 @@ def uses_skinny(kind: Kind, x: Tensor, weight: Tensor) -> bool:
     few = 0 < x.shape[0] <= MAX_TOKENS and x.is_contiguous()
     if not few:
         return False
-    if not has_large_tiles(x.device):  # the rules would ask for more than there is
+    if not has_large_tiles(x.device):  # the rules assume more shared memory than it has
         return _decisions.get((shape, bucket_of(x.shape[0]))) is not None
     return decide(shape, x.shape[0]) is not None
 
@@ -119,21 +120,21 @@ def decide(shape: LinearShape, num_tokens: int) -> Decision:
 
 
 def install(decisions: Mapping[tuple[LinearShape, int], Decision]) -> None:
-    """Follow these from now on, except where a decision was made already: graphs may hold it."""
+    """Use these decisions, except where one was made already: graphs may have captured it."""
     for key, decision in decisions.items():
         _decisions.setdefault(key, decision)
 
 
-def tiling_for(shape: LinearShape, num_tokens: int) -> Tiling:
-    """Also of shapes that cuBLAS is to serve, for whoever asks for our kernel by name."""
-    return decide(shape, num_tokens) or ANYWHERE
+def tiling_for(shape: LinearShape, num_tokens: int) -> GemmTiling:
+    """The tiling for our kernel, also for shapes that cuBLAS would serve."""
+    return decide(shape, num_tokens) or FALLBACK_TILING
 
 
-ANYWHERE = Tiling(32, 1, 64, 1, 4)  # fits all shapes; good for few
+FALLBACK_TILING = GemmTiling(32, 1, 64, 1, 4)  # fits all shapes, though fast for few of them
 
 
 def default(shape: LinearShape, bucket: int) -> Decision:
-    """What to do unmeasured: the first rule that fits, by what was best on an H200."""
+    """The decision without measurements: the first rule that fits. They were tuned on an H200."""
     for kinds, buckets, max_inputs, max_outputs, decision in _RULES:
         fits = shape.num_inputs <= max_inputs and shape.num_outputs <= max_outputs
         if fits and shape.kind in kinds and bucket in buckets:
@@ -143,53 +144,53 @@ def default(shape: LinearShape, bucket: int) -> Decision:
 
 
 def _gated_of_many(shape: LinearShape, bucket: int) -> Decision:
-    """One program a processor, or two for half as many tokens: worth it if few have none."""
+    """One program per SM, or two for half as many tokens; cuBLAS if too many SMs would be idle."""
     num_programs = -(-shape.num_outputs // 256)
-    places = -(-num_programs // H200_PROCESSORS) * H200_PROCESSORS
-    if shape.num_inputs < 2048 or num_programs < 0.8 * places:
+    capacity = -(-num_programs // H200_SMS) * H200_SMS
+    if shape.num_inputs < 2048 or num_programs < 0.8 * capacity:
         return None
-    return Tiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
+    return GemmTiling(128 if bucket == 64 else 256, 1, 64, 8, 4)
 
 
 _ANY = 2**31
-H200_PROCESSORS = 132
+H200_SMS = 132
 _NORMS = ("norm", "gated")
 _PLAIN = ("linear", "add", "logits")
 _RULES: tuple[tuple[tuple[str, ...], tuple[int, ...], int, int, Decision], ...] = (
-    # kinds, tokens, at most so many inputs and outputs: a tiling
-    (("norm",), (1,), 1024, _ANY, Tiling(8, 1, 1024, 4, dot=False)),
-    ((*_PLAIN, "gated"), (1,), 1024, 2**14, Tiling(4, 1, 1024, 4, dot=False)),
-    ((*_PLAIN, "gated"), (1,), 1024, _ANY, Tiling(8, 1, 1024, 4, dot=False)),
-    (_NORMS, (1,), _ANY, _ANY, Tiling(8, 1, 2048, 8, dot=False)),
-    (_PLAIN, (1,), _ANY, _ANY, Tiling(2, 1, 2048, 8, dot=False)),
-    # Small models. Theirs are bound by latency: what is read more than once comes out of a cache.
-    (("norm",), (16, 32), 1024, 1024, Tiling(16, 4, 256, 4, tokens=8)),
-    (("norm",), (64,), 1024, 1024, Tiling(16, 4, 256, 4, tokens=16)),
-    (("norm",), (128,), 1024, 1024, Tiling(32, 1, 64, 1, 5, tokens=16)),
-    (("gated",), (32,), 1024, 4096, Tiling(32, 4, 256, 4, tokens=16)),
-    (("gated",), (64,), 1024, 4096, Tiling(32, 1, 64, 1, 5, tokens=16)),
-    (_PLAIN, (16,), 1024, 640, Tiling(16, 4, 256, 4, tokens=8)),
-    (_PLAIN, (32, 64), 1024, 640, Tiling(32, 4, 256, 4, tokens=16)),
-    (_PLAIN, (16,), 2047, 640, Tiling(16, 4, 128, 4, 4, tokens=8)),
-    (_PLAIN, (64,), 2047, 640, Tiling(16, 4, 128, 4, 4, tokens=16)),
-    (_PLAIN, (4, 8), 1024, 640, Tiling(8, 4, 256, 4)),
-    ((*_PLAIN, "norm"), (4, 8, 16, 32), 1024, 2**14, Tiling(16, 4, 256, 4)),
-    (("gated",), (4, 8), 1024, _ANY, Tiling(32, 4, 256, 4)),
-    (("gated",), (16,), 1024, _ANY, Tiling(32, 1, 64, 1, 5)),
-    (_PLAIN, (4, 8), 1024, _ANY, Tiling(16, 1, 64, 1, 5)),
-    (_PLAIN, (16, 32), 1024, _ANY, Tiling(64, 1, 64, 1, 4)),
-    (_PLAIN, (4, 8, 16, 32), 2047, 2**14, Tiling(16, 4, 128, 4, 4)),
-    # Large ones.
-    (("gated",), (4, 8), _ANY, _ANY, Tiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)),
-    (("norm",), (4, 8), _ANY, 4096, Tiling(32, 2, 128, 2, 4, WITH_LAST_LOADS)),
-    (("norm",), (4, 8), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
-    (_PLAIN, (4, 8), _ANY, 2048, Tiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)),
-    (_PLAIN, (4, 8), _ANY, 4096, Tiling(32, 4, 128, 4, 4)),
-    (_PLAIN, (4, 8), _ANY, _ANY, Tiling(32, 2, 128, 2, 4, AFTER_LOOP)),
-    (_PLAIN, (16, 32), _ANY, 2048, Tiling(16, 4, 128, 4, 5)),
-    (("add",), (16,), _ANY, _ANY, Tiling(16, 4, 128, 4, 5)),
-    (("add",), (32,), _ANY, _ANY, Tiling(32, 4, 64, 4, 5)),
+    # kinds, buckets of tokens, most inputs, most outputs, tiling
+    (("norm",), (1,), 1024, _ANY, GemmTiling(8, 1, 1024, 4, dot=False)),
+    ((*_PLAIN, "gated"), (1,), 1024, 2**14, GemmTiling(4, 1, 1024, 4, dot=False)),
+    ((*_PLAIN, "gated"), (1,), 1024, _ANY, GemmTiling(8, 1, 1024, 4, dot=False)),
+    (_NORMS, (1,), _ANY, _ANY, GemmTiling(8, 1, 2048, 8, dot=False)),
+    (_PLAIN, (1,), _ANY, _ANY, GemmTiling(2, 1, 2048, 8, dot=False)),
+    # Small models. They are bound by latency: what is read more than once is in a cache.
+    (("norm",), (16, 32), 1024, 1024, GemmTiling(16, 4, 256, 4, tokens=8)),
+    (("norm",), (64,), 1024, 1024, GemmTiling(16, 4, 256, 4, tokens=16)),
+    (("norm",), (128,), 1024, 1024, GemmTiling(32, 1, 64, 1, 5, tokens=16)),
+    (("gated",), (32,), 1024, 4096, GemmTiling(32, 4, 256, 4, tokens=16)),
+    (("gated",), (64,), 1024, 4096, GemmTiling(32, 1, 64, 1, 5, tokens=16)),
+    (_PLAIN, (16,), 1024, 640, GemmTiling(16, 4, 256, 4, tokens=8)),
+    (_PLAIN, (32, 64), 1024, 640, GemmTiling(32, 4, 256, 4, tokens=16)),
+    (_PLAIN, (16,), 2047, 640, GemmTiling(16, 4, 128, 4, 4, tokens=8)),
+    (_PLAIN, (64,), 2047, 640, GemmTiling(16, 4, 128, 4, 4, tokens=16)),
+    (_PLAIN, (4, 8), 1024, 640, GemmTiling(8, 4, 256, 4)),
+    ((*_PLAIN, "norm"), (4, 8, 16, 32), 1024, 2**14, GemmTiling(16, 4, 256, 4)),
+    (("gated",), (4, 8), 1024, _ANY, GemmTiling(32, 4, 256, 4)),
+    (("gated",), (16,), 1024, _ANY, GemmTiling(32, 1, 64, 1, 5)),
+    (_PLAIN, (4, 8), 1024, _ANY, GemmTiling(16, 1, 64, 1, 5)),
+    (_PLAIN, (16, 32), 1024, _ANY, GemmTiling(64, 1, 64, 1, 4)),
+    (_PLAIN, (4, 8, 16, 32), 2047, 2**14, GemmTiling(16, 4, 128, 4, 4)),
+    # Large models.
+    (("gated",), (4, 8), _ANY, _ANY, GemmTiling(32, 2, 64, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (4, 8), _ANY, 4096, GemmTiling(32, 2, 128, 2, 4, WITH_LAST_LOADS)),
+    (("norm",), (4, 8), _ANY, _ANY, GemmTiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (_PLAIN, (4, 8), _ANY, 2048, GemmTiling(16, 4, 128, 4, 5, WITH_LAST_LOADS)),
+    (_PLAIN, (4, 8), _ANY, 4096, GemmTiling(32, 4, 128, 4, 4)),
+    (_PLAIN, (4, 8), _ANY, _ANY, GemmTiling(32, 2, 128, 2, 4, AFTER_LOOP)),
+    (_PLAIN, (16, 32), _ANY, 2048, GemmTiling(16, 4, 128, 4, 5)),
+    (("add",), (16,), _ANY, _ANY, GemmTiling(16, 4, 128, 4, 5)),
+    (("add",), (32,), _ANY, _ANY, GemmTiling(32, 4, 64, 4, 5)),
     (("logits",), (32,), _ANY, 2**16, None),
-    (("logits",), (16, 32), _ANY, _ANY, Tiling(64, 2, 64, 2, 4)),
-    (("logits",), (64,), _ANY, _ANY, Tiling(64, 1, 64, 1, 4)),
+    (("logits",), (16, 32), _ANY, _ANY, GemmTiling(64, 2, 64, 2, 4)),
+    (("logits",), (64,), _ANY, _ANY, GemmTiling(64, 1, 64, 1, 4)),
 )

@@ -1,8 +1,8 @@
-"""Decide by measurement who multiplies few tokens.
+"""Choose the GEMM for small batches by measurement.
 
-Every candidate is timed in a graph, over as many copies of the weight as the second-level cache
-cannot hold: so as a decode step meets it. What was measured is kept in the cache folder, for this
-GPU, these libraries and these kernels.
+Every candidate is timed in a graph, over more copies of the weight than the L2 cache can hold: the
+weights come from memory, as in a decode step. Results are kept in the cache folder, for this GPU,
+these libraries and these kernels.
 """
 
 import hashlib
@@ -25,25 +25,25 @@ from stoop.ops.kernels.linear_choice import (
     AFTER_LOOP,
     AT_START,
     MAX_NORMED,
-    MAX_UNDOTTED,
+    MAX_TOKENS_WITHOUT_DOT,
     WITH_LAST_LOADS,
     Decision,
+    GemmTiling,
     LinearShape,
-    Tiling,
     bucket_of,
     install,
 )
 
-MANY_BYTES = 192 * 2**20  # of weights: thrice what an H200 caches
+MANY_BYTES = 192 * 2**20  # of weights: more than three times the L2 cache of an H200
 MAX_COPIES = 192
-LAUNCHES = 16  # in a graph at least, or its own start would be measured
+LAUNCHES = 16  # at least, in one graph, or the start of the graph would dominate
 REPEATS = 5
 EPS = 1e-5
 
 Key = tuple[LinearShape, int]
 
 
-# As `Tiling` has them, without the signal: what won somewhere on an H200.
+# Arguments of `GemmTiling` without the signal: candidates that were fastest somewhere on an H200.
 _PLAIN = (
     (4, 1, 1024, 4), (8, 1, 1024, 4), (2, 1, 2048, 8), (4, 1, 2048, 8), (8, 1, 2048, 8),
     (2, 1, 2048, 4),
@@ -59,7 +59,7 @@ _SHORT = (
 _LONG = (
     (16, 4, 128, 4, 5), (32, 4, 128, 4, 4), (32, 2, 128, 2, 4), (32, 2, 64, 2, 4),
 )  # fmt: skip
-# In parts of 8 or 16 tokens.
+# With 8 or 16 tokens per program.
 _IN_PARTS = (
     (16, 4, 256, 4, 1), (32, 4, 256, 4, 1), (16, 4, 128, 4, 4), (32, 1, 64, 1, 5),
 )  # fmt: skip
@@ -70,38 +70,38 @@ _GATED_OF_MANY = (
 _LONG_OF_MANY = ((32, 4, 64, 4, 5), (64, 2, 64, 2, 4), (64, 1, 64, 1, 4), (16, 4, 128, 4, 5))
 
 
-def candidates(shape: LinearShape, bucket: int) -> list[Tiling]:
-    """Ways to cut a product of so many tokens that are worth a trial."""
-    plain = [Tiling(*t, dot=False) for t in (_PLAIN if bucket == 1 else _PLAIN_OF_FEW)]
+def candidates(shape: LinearShape, bucket: int) -> list[GemmTiling]:
+    """The tilings worth a trial for a shape and a bucket of tokens."""
+    plain = [GemmTiling(*t, dot=False) for t in (_PLAIN if bucket == 1 else _PLAIN_OF_FEW)]
     if bucket == 1:
         return plain
     parts = []
     if shape.num_inputs < 2048 and bucket > 8 and shape.kind != "logits":
         parts = [
-            Tiling(*t, tokens=tokens)
+            GemmTiling(*t, tokens=tokens)
             for tokens in (8, 16)
             for t in _IN_PARTS
             if tokens < bucket and (t[4] > 1 or t[1] * t[2] >= shape.num_inputs)
         ]
     if bucket > MAX_NORMED and shape.kind == "gated":
-        return parts + [Tiling(*t) for t in _GATED_OF_MANY]
+        return parts + [GemmTiling(*t) for t in _GATED_OF_MANY]
     if bucket > 64:
-        return parts  # else cuBLAS fills a GPU with so many
+        return parts  # otherwise cuBLAS fills a GPU with this many tokens
     if bucket > MAX_NORMED and shape.kind not in ("linear", "logits"):
-        return parts  # of all tokens, what is fused would not fit into registers
-    whole = [Tiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
-    if bucket <= MAX_UNDOTTED:
+        return parts  # with all tokens in a program, the fused parts do not fit in registers
+    whole = [GemmTiling(*t) for t in _WHOLE if t[1] * t[2] >= shape.num_inputs and bucket <= 32]
+    if bucket <= MAX_TOKENS_WITHOUT_DOT:
         whole = plain + whole
     if shape.num_inputs < 2048:
-        return parts + whole + [Tiling(*t) for t in _SHORT]
+        return parts + whole + [GemmTiling(*t) for t in _SHORT]
     if bucket > 8:
-        return whole + [Tiling(*t) for t in _LONG_OF_MANY]
+        return whole + [GemmTiling(*t) for t in _LONG_OF_MANY]
     signals = (AT_START, WITH_LAST_LOADS, AFTER_LOOP)
-    return whole + [Tiling(*t, signal) for t in _LONG for signal in signals]
+    return whole + [GemmTiling(*t, signal) for t in _LONG for signal in signals]
 
 
 class Trial:
-    """One product over many copies of its weight."""
+    """Times one GEMM over many copies of its weight."""
 
     def __init__(self, shape: LinearShape, device: torch.device) -> None:
         size = shape.num_outputs * shape.num_inputs
@@ -113,7 +113,7 @@ class Trial:
         self.norm = torch.ones(shape.num_inputs, **options)
 
     def times(self, num_tokens: int, found: Iterable[Decision]) -> Iterator[tuple[float, Decision]]:
-        """Microseconds of a call, for those tilings that the device can run."""
+        """Microseconds per call, for those tilings that the device can run."""
         call = self.call(num_tokens)
         num_calls = max(LAUNCHES, len(self.weights))
         for decision in found:
@@ -128,8 +128,10 @@ class Trial:
                 continue
 
     def call(self, num_tokens: int) -> Callable[[Tensor, Decision], None]:
-        """The product with one weight, as ops/linear.py would do it by this decision, behind
-        another product: memory is not idle before it."""
+        """The GEMM with one weight, as ops/linear.py would run it under a decision.
+
+        Calls follow one another, so that memory is not idle before each.
+        """
         kind = self.shape.kind
         options: Any = {"dtype": self.shape.dtype, "device": self.weights.device}
         x = torch.randn(num_tokens, self.shape.num_inputs, **options)
@@ -137,7 +139,7 @@ class Trial:
         residual = torch.randn(num_tokens, num_outputs, **options)
         out = torch.empty_like(residual, dtype=torch.float32 if kind == "logits" else None)
 
-        def by_kernel(weight: Tensor, tiling: Tiling) -> None:
+        def by_kernel(weight: Tensor, tiling: GemmTiling) -> None:
             if kind == "gated" and not tiling.norms(num_tokens):
                 launch_gated(norm.rms_norm(x, self.norm, EPS), weight, None, out, tiling)
                 return
@@ -168,7 +170,7 @@ class Trial:
 
 
 def time_graph(function: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Milliseconds of a replay, the median."""
+    """The median time of a replay, in milliseconds."""
     function()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -187,7 +189,7 @@ def time_graph(function: Callable[[], object], repeats: int = REPEATS) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found for one shape and bucket of tokens; times in microseconds."""
+    """The decision for one shape and bucket of tokens; times in microseconds."""
 
     shape: LinearShape
     bucket: int
@@ -199,8 +201,10 @@ class Measured:
 def tune(
     shapes: Iterable[LinearShape], tokens: Sequence[int], device: torch.device
 ) -> Iterator[Measured]:
-    """Measure what the cache folder does not know of these shapes, for batches as large as
-    `tokens`. What is found serves engines that start later."""
+    """Measure shapes that the cache folder does not know yet, for batches of `tokens` tokens.
+
+    The results serve engines that start later.
+    """
     path = _path(device)
     buckets = sorted({bucket_of(n) for n in tokens})
     for shape in dict.fromkeys(shapes):
@@ -217,8 +221,10 @@ def tune(
 
 
 def follow_measured(device: torch.device) -> int:
-    """Decide by what was measured on this GPU; returns for how many products. To be called before
-    the first of them."""
+    """Use what was measured on this GPU; returns the number of decisions.
+
+    Call this before the first GEMM.
+    """
     known = load(_path(device))
     install(known)
     return len(known)
@@ -239,7 +245,7 @@ def load(path: Path) -> dict[Key, Decision]:
         return {}
     return {
         (LinearShape(kind, outputs, inputs, getattr(torch, dtype)), bucket): tiling
-        and Tiling(**tiling)
+        and GemmTiling(**tiling)
         for (kind, outputs, inputs, dtype), bucket, tiling in rows
     }
 
@@ -253,4 +259,4 @@ def save(path: Path, decisions: dict[Key, Decision]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(rows))
-    temporary.replace(path)  # whole or not at all, whoever else writes it
+    temporary.replace(path)  # atomic, if several processes write it
