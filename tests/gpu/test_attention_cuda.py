@@ -1,6 +1,7 @@
 """Paged attention on a CUDA device: right for many shapes, right in a graph, and how fast."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,18 @@ def test_decodes(query_len: int, group: int, head_dim: int, dtype: torch.dtype) 
     for window in (0, 3, 100):
         assert_right(case, window=window, max_query_len=query_len, num_sms=NUM_SMS)
     assert_right(case, max_query_len=query_len, num_sms=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("query_len", [1, 4, 40])
+def test_a_cache_of_fewer_bits(query_len: int, dtype: torch.dtype) -> None:
+    rows = [Row(n, query_len, n % query_len) for n in CONTEXTS]
+    case = make_case(rows, Heads(2, 4, 128), 16, device=CUDA)
+    narrow = replace(case, cache=case.cache.to(dtype))
+    rounded = replace(case, cache=narrow.cache.float())
+    bound = query_len if query_len < 9 else 0
+    ours, theirs = (attend(c, max_query_len=bound, num_sms=NUM_SMS) for c in (narrow, rounded))
+    assert torch.equal(ours, theirs)
 
 
 # Block size, heads of a group and head size.

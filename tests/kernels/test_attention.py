@@ -79,6 +79,18 @@ def test_shapes_of_heads(heads: Heads, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_fewer_bits_is_read_as_its_values(dtype: torch.dtype) -> None:
+    """To the bit what a cache of the queries' dtype with the same values gives."""
+    rows = [Row(70, 2, 1), Row(3, 2), Row(126, 2), Row(9, 40)]
+    case = make_case(rows, Heads(2, 3, 64), 16, padded_rows=1, padded_tokens=2)
+    narrow = dataclasses.replace(case, cache=case.cache.to(dtype))
+    rounded = dataclasses.replace(case, cache=narrow.cache.to(case.cache.dtype))
+    assert torch.equal(attend(narrow), attend(rounded))
+    assert not torch.equal(attend(narrow), attend(case))
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("size", [2, 18, 32, 96])
 def test_head_sizes_are_padded(size: int) -> None:
     assert_right(make_case([Row(20, 1), Row(3, 30)], Heads(2, 2, size)))
@@ -248,6 +260,17 @@ def test_kernels_compile_for_an_h200(
     }
     for compiled in found:
         print(compiled)
+        assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
+
+
+def test_kernels_compile_for_a_cache_of_fewer_bits() -> None:
+    with compile_launches() as found:
+        for query_len in (4, 100):
+            case = blank_case(Heads(2, 4, 128), query_len, torch.float32)
+            narrow = dataclasses.replace(case, cache=case.cache.to(torch.bfloat16))
+            attend(narrow, max_query_len=query_len if query_len < 9 else 0, num_sms=132)
+    assert {"_split_kernel", "_tile_kernel"} <= {compiled.kernel for compiled in found}
+    for compiled in found:
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0, compiled
 
 

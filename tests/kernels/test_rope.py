@@ -49,6 +49,22 @@ def test_rotation_and_store_equal_torch(
     torch.testing.assert_close(cache.double(), wide[2], **limits)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_fewer_bits_gets_rounded_values(dtype: torch.dtype) -> None:
+    from stoop.ops.kernels.rope import rotate_and_store
+
+    shape = SHAPES[1]
+    qkv, rotation, norms, cache, slots = make(shape, torch.float32, with_norms=True)
+    narrow, reference = cache.to(dtype), cache.to(dtype)
+    _, k, v = rotate(qkv, shape[1], rotation, norms)
+    store_kv(k, v, reference, slots)
+    ours = rotate_and_store(qkv, shape[1], rotation, norms, narrow, slots)
+    theirs = rotate_and_store(qkv, shape[1], rotation, norms, cache, slots)
+    assert torch.equal(ours, theirs) and torch.equal(narrow, cache.to(dtype))
+    torch.testing.assert_close(narrow.float(), reference.float(), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (32, 8, 128), (16, 8, 80)])
