@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stoop.ops.rope import Rotation, rotate_and_store
 from support.attention_cases import (
     CUDA,
     LLAMA_8B,
@@ -63,6 +64,18 @@ def test_a_cache_of_fewer_bits(query_len: int, dtype: torch.dtype) -> None:
     bound = query_len if query_len < 9 else 0
     ours, theirs = (attend(c, max_query_len=bound, num_sms=NUM_SMS) for c in (narrow, rounded))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_fewer_bits_gets_rounded_values(dtype: torch.dtype) -> None:
+    qkv = torch.randn(9, 8 + 2 * 2, 128, device=CUDA)
+    rotation = Rotation(torch.randn(2, 40, 64, device=CUDA), torch.arange(3, 12, device=CUDA))
+    slots = torch.tensor([5, -1, 23, 4, -1, 8, 0, 40, 41], device=CUDA)
+    wide = torch.randn(2, 4, 16, 2, 128, device=CUDA)
+    narrow = wide.to(dtype)
+    ours = rotate_and_store(qkv, 2, rotation, None, narrow, slots)
+    theirs = rotate_and_store(qkv, 2, rotation, None, wide, slots)
+    assert torch.equal(ours, theirs) and torch.equal(narrow, wide.to(dtype))
 
 
 # Block size, heads of a group and head size.

@@ -59,8 +59,9 @@ def _rotate_and_store_kernel(
     kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     place = (slot * NUM_KV_HEADS + kv_head) * (2 * HALF) + tl.where(is_value, value_offset, 0)
     stored = live & ~is_query & (slot >= 0)
-    tl.store(cache_ptr + place + column, first, mask=stored)
-    tl.store(cache_ptr + place + column + HALF, second, mask=stored)
+    kept = cache_ptr.dtype.element_ty
+    tl.store(cache_ptr + place + column, first.to(kept), mask=stored)
+    tl.store(cache_ptr + place + column + HALF, second.to(kept), mask=stored)
 
 
 @register(
