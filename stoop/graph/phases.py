@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Protocol
 
 from stoop.graph.buffers import Buffer, Lifetime
@@ -92,7 +93,7 @@ class Segment:
     phases: tuple[Phase, ...]
     captured: bool
 
-    @property
+    @cached_property
     def name(self) -> str:
         return "".join(phase.name for phase in self.phases)
 
@@ -100,12 +101,17 @@ class Segment:
     def title(self) -> str:
         return self.phases[0].title
 
-    @property
+    @cached_property
+    def updates(self) -> bool:
+        """Whether the step's tokens are known after it."""
+        return any(phase.name == "U" for phase in self.phases)
+
+    @cached_property
     def lane(self) -> Lane | None:
         """The lane that decides the size of its graph: that of its first phase."""
         return self.phases[0].lane
 
-    @property
+    @cached_property
     def host_call(self) -> HostCall | None:
         return self.phases[0].host_call
 

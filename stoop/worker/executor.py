@@ -94,7 +94,7 @@ class PhaseExecutor:
                 self._replay(segment, step, descriptor)
             else:
                 self._run_eagerly(segment, step, descriptor, worst_case=False)
-            if on_update is not None and any(phase.name == "U" for phase in segment.phases):
+            if on_update is not None and segment.updates:
                 on_update()
 
     def run_twin(self, step: Step) -> None:
