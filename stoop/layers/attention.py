@@ -15,17 +15,26 @@ from stoop.ops.rope import HeadNorms, Rotation, rotate, rotate_and_store
 
 
 class Attention(StatefulLayer):
-    """Self-attention with a paged KV cache. in_size: if the input is not of `hidden_size`"""
+    """Self-attention with a paged KV cache.
+
+    in_size: of the input, if it is not `hidden_size`; scale: of scores, if it is not
+    head_dim**-0.5. Norms of q and k (`spec.qk_norm`) are of each head by itself; a subclass that
+    normalises otherwise overrides `head_norms`.
+    """
 
     def __init__(
-        self, spec: AttentionSpec, *, window: int | None, in_size: int | None = None
+        self,
+        spec: AttentionSpec,
+        *,
+        window: int | None,
+        in_size: int | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.q_size = spec.num_heads * spec.head_dim
         self.kv_size = spec.num_kv_heads * spec.head_dim
-        self.shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window
-        )
+        scale = spec.head_dim**-0.5 if scale is None else scale
+        self.shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, scale, window)
         self.paged = PagedState(spec.num_kv_heads, spec.head_dim, spec.head_dim, window=window)
         self.qkv_proj = FusedLinear(
             ("q_proj", "k_proj", "v_proj"),

@@ -47,7 +47,7 @@ class Reader:
             )
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         value = self.config.get(key)
         return as_number(key, default if value is None else value, positive=False)
 

@@ -5,8 +5,9 @@ each, so one class serves them all. It knows nothing of requests, graphs or spec
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class DecoderSpec(ModelSpec):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # each head of q and k by itself
     windows: tuple[int | None, ...] = ()  # [num_layers] sliding window, None for full attention
 
 
@@ -91,9 +92,13 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """A `Model` (models/base.py)."""
+    """A `Model` (models/base.py).
 
-    layer_class = DecoderLayer
+    A family with other layers gives another `layer_class`. It is called with the spec and the
+    layer's window, and what it makes has `weight_views()` and the `forward` of `DecoderLayer`.
+    """
+
+    layer_class: Callable[[Any, int | None], nn.Module] = DecoderLayer
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -170,8 +175,8 @@ class DecoderModel(nn.Module):
         """Every tensor that a Hugging Face checkpoint of this model must have."""
         yield from prefixed("model.embed_tokens", self.embed_tokens.weight_views())
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            yield from prefixed(f"model.layers.{index}", layer.weight_views())
+            views = cast(DecoderLayer, layer).weight_views()
+            yield from prefixed(f"model.layers.{index}", views)
         yield from prefixed("model.norm", self.norm.weight_views())
         yield from prefixed("lm_head", self.lm_head.weight_views())
 

@@ -48,7 +48,7 @@ def test_it_serves_a_model(folder: Path, mode: str) -> None:
 @pytest.mark.parametrize("name", ["mine", "hostplan", "auto"])
 def test_a_name_is_registered_once(name: str) -> None:
     before = dict(registry.BACKENDS)
-    with pytest.raises(ConfigError, match=f"backend named '{name}' exists: use another name"):
+    with pytest.raises(ConfigError, match=f"backend named '{name}' already exists"):
         stoop.register_backend(BackendTraits(name), MyBackend)
     assert before == registry.BACKENDS
 

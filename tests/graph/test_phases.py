@@ -106,7 +106,7 @@ def test_a_phase_that_reads_before_anything_writes_is_refused() -> None:
 
 def test_a_phase_that_names_no_buffer_is_refused() -> None:
     wrong = Phase("C", print, reads=set(), writes={"hiden"})
-    with pytest.raises(ValueError, match="phase C names `hiden`, which is no buffer"):
+    with pytest.raises(ValueError, match="phase C names `hiden`, which is not a buffer"):
         check_order([wrong], BUFFERS, by_host=())
 
 

@@ -100,7 +100,7 @@ def test_a_buffer_that_does_not_exist_is_named_at_the_start(
         return [replace(phase, reads=phase.reads | {"tokens"}) for phase in declared(self)]
 
     monkeypatch.setattr(example.RepeatSpeculator, "phases", phases)
-    with pytest.raises(ValueError, match="phase R names `tokens`, which is no buffer"):
+    with pytest.raises(ValueError, match="phase R names `tokens`, which is not a buffer"):
         make_spec_llm(repeat, K)
 
 
@@ -141,7 +141,7 @@ def note_drafts(llm: LLM) -> dict[int, list[int]]:
 @pytest.mark.parametrize("name", ["repeat", "ngram", "eagle3"])
 def test_a_name_is_registered_once(example: ModuleType, name: str) -> None:
     before = registry.SPECULATORS[name]
-    with pytest.raises(ConfigError, match=f"a drafter named '{name}' exists: use another name"):
+    with pytest.raises(ConfigError, match=f"drafter named '{name}' already exists: use"):
         stoop.register_drafter(name, example.RepeatSpeculator)
     assert registry.SPECULATORS[name] is before
 
@@ -151,7 +151,7 @@ def test_a_name_is_registered_once(example: ModuleType, name: str) -> None:
     [
         ({"model": "path/to/head"}, "a model or revision with method repeat, which takes none"),
         ({"revision": "main"}, "a model or revision with method repeat, which takes none"),
-        ({"draft_sample_method": "coupled"}, "with method repeat, which has no odds"),
+        ({"draft_sample_method": "coupled"}, "with method repeat, which has no probabilities"),
         ({"prompt_lookup_min": 2}, "which belong to method ngram: leave them out"),
         ({"num_speculative_tokens": None}, "lacks num_speculative_tokens"),
     ],

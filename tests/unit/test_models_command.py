@@ -14,7 +14,8 @@ import huggingface_hub
 import pytest
 from typer.testing import CliRunner, Result
 
-import stoop.models.registry  # noqa: F401: families bring the layouts of their GGUF files
+# Families bring the layouts of their GGUF files.
+import stoop.models.registry
 from stoop.checkpoint import cache, inventory
 from stoop.checkpoint.fetch import resolve_model
 from stoop.cli.main import app
