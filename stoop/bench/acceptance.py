@@ -88,7 +88,7 @@ class Row:
             "k": self.num_drafts,
             "num_answers": self.run.num_answers,
             "num_tokens": self.run.num_tokens,
-            "num_drafts": self.run.counts.num_draft_steps,  # steps that verified drafts
+            "num_drafts": self.run.counts.num_drafts,  # steps that verified drafts
             "acceptance_rates": self.run.counts.acceptance_rates,
             "mean_acceptance_length": self.run.counts.mean_acceptance_length,
             "tokens_per_s": speed,

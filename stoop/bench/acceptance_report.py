@@ -87,7 +87,7 @@ def _place(row: Row) -> tuple[str, float]:
 def _cells(row: Row) -> list[str]:
     record = row.as_record()
     speed, gain = record["tokens_per_s"], record["speedup"]
-    drafted = row.run.counts.num_draft_steps > 0
+    drafted = row.run.counts.num_drafts > 0
     return [
         Path(row.questions).stem,
         f"{row.temperature:g}",

@@ -87,7 +87,10 @@ def register_layout(layout: GGUFLayout) -> None:
 
 
 def find_layout(fields: ModelFields) -> GGUFLayout:
-    assert _layouts, "import stoop.models.registry first: it registers the families"
+    if not _layouts:
+        raise CheckpointError(
+            "no model family is registered: import stoop.models.registry before GGUF files are read"
+        )
     for layout in _layouts:
         if layout.architecture == fields.architecture and layout.accepts(fields):
             return layout

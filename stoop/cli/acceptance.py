@@ -9,7 +9,7 @@ def print_acceptance(counts: SpecCounts) -> None:
     """Print the acceptance table to standard error; without a drafter, print nothing."""
     if not counts.num_accepted_tokens_per_pos:
         return
-    if not counts.num_draft_steps:
+    if not counts.num_drafts:
         print("no drafts were made", file=sys.stderr)
         return
     from rich.console import Console

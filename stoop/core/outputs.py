@@ -18,7 +18,7 @@ class Logprob:
 class SpecCounts:
     """How many drafts were verified and accepted."""
 
-    num_draft_steps: int = 0  # steps that verified drafts
+    num_drafts: int = 0  # steps that verified drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class SpecCounts:
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """Count one step that verified `num_drafts` drafts."""
-        self.num_draft_steps += 1
+        self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
@@ -43,7 +43,7 @@ class SpecCounts:
         per_pos = total.num_accepted_tokens_per_pos
         for counts in (answer.spec for output in outputs for answer in output.outputs):
             if counts is not None:
-                total.num_draft_steps += counts.num_draft_steps
+                total.num_drafts += counts.num_drafts
                 total.num_draft_tokens += counts.num_draft_tokens
                 total.num_accepted_tokens += counts.num_accepted_tokens
                 for position in range(num_positions):
@@ -52,25 +52,23 @@ class SpecCounts:
 
     def copy(self) -> "SpecCounts":
         counts = list(self.num_accepted_tokens_per_pos)
-        return SpecCounts(
-            self.num_draft_steps, self.num_draft_tokens, self.num_accepted_tokens, counts
-        )
+        return SpecCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, counts)
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per step that verified drafts: the accepted ones and the one after them."""
-        return 1 + self.num_accepted_tokens / max(self.num_draft_steps, 1)
+        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
 
     @property
     def acceptance_rates(self) -> list[float]:
         """By position, the share of these steps that accepted the draft there."""
-        total = max(self.num_draft_steps, 1)
+        total = max(self.num_drafts, 1)
         return [count / total for count in self.num_accepted_tokens_per_pos]
 
     def as_metrics(self) -> dict[str, Any]:
         """The counts under vLLM's names, in which a draft is all draft tokens of one step."""
         return {
-            "spec_decode_num_drafts": self.num_draft_steps,
+            "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
             "spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),

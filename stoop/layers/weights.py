@@ -76,7 +76,7 @@ class MatrixLayer(nn.Module):
         parameter = self._parameters[self._name]
         if parameter is None or (parameter.dtype == dtype and scheme is self.scheme):
             return
-        self.compute_dtype = parameter.dtype
+        self.compute_dtype = self.compute_dtype or parameter.dtype
         with parameter.device:
             self._hold(scheme.empty(*self._size, dtype))
 

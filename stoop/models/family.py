@@ -17,7 +17,8 @@ class Family:
     """
 
     architectures: tuple[str, ...]  # the names that config.json has under `architectures`
-    # Turns a config.json and its architecture into a spec; end tokens are added to it afterwards.
+    # Turns a config.json and its architecture into a spec, a frozen dataclass of hashable values;
+    # end tokens are added to it afterwards.
     read_spec: Callable[[dict[str, Any], str], ModelSpec]
     # Turns the spec into a model with unfilled weights, on the default device and in the default
     # dtype. Usually the model's class.

@@ -16,6 +16,7 @@ from stoop.models.family import Family
 
 
 def read_qwen2(config: dict[str, Any], architecture: str) -> DecoderSpec:
+    Reader(config).flag("attention_bias")  # checked, though Qwen2 has biases in any case
     return read_decoder_spec(config, architecture, qkv_bias=True, windows=_windows(config))
 
 

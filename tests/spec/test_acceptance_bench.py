@@ -79,7 +79,7 @@ def test_fewer_drafts_of_one_engine_are_those_of_an_engine_of_that_k(
 def test_a_random_head_is_told_from_a_right_one(drafters: DrafterStore) -> None:
     settings = settings_of((1, 3), (3,), temperatures=(0.0,))
     report = measure(drafters.get("eagle3-random"), settings)
-    assert all(row.run.counts.num_draft_steps > 0 for row in report.rows)
+    assert all(row.run.counts.num_drafts > 0 for row in report.rows)
     assert all(row.run.counts.mean_acceptance_length < 1.3 for row in report.rows)
 
 

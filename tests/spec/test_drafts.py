@@ -164,7 +164,7 @@ def test_a_head_that_knows_some_tokens_is_right_for_those(drafters: DrafterStore
         num_steps += room > 0
     assert answer.spec is not None
     assert answer.spec.num_accepted_tokens_per_pos == expected
-    assert answer.spec.num_draft_steps == num_steps
+    assert answer.spec.num_drafts == num_steps
     assert 0 < expected[2] <= expected[1] <= expected[0] <= num_steps and expected[2] < num_steps
 
 
@@ -196,7 +196,7 @@ def test_a_request_may_lower_its_drafts_and_the_batch_keeps_its_graph(
     params = [GREEDY.replace(num_speculative_tokens=n, max_tokens=9) for n in (0, 1, 2, 3)]
     outputs = llm.generate(batch, params)
     rounds = [o.outputs[0].spec for o in outputs]
-    assert rounds[0] is not None and rounds[0].num_draft_steps == 0
+    assert rounds[0] is not None and rounds[0].num_drafts == 0
     assert [r.num_accepted_tokens_per_pos for r in rounds[1:] if r] == [
         [4, 0, 0],
         [3, 2, 0],  # the last run is cut by max_tokens

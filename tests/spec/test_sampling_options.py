@@ -331,7 +331,7 @@ def check_num_drafts(output: RequestOutput, limit: int | None) -> None:
     for answer in output.outputs:
         assert answer.spec is not None
         if limit is not None:
-            assert answer.spec.num_draft_tokens <= limit * answer.spec.num_draft_steps
+            assert answer.spec.num_draft_tokens <= limit * answer.spec.num_drafts
             assert not any(answer.spec.num_accepted_tokens_per_pos[limit:])
 
 
@@ -372,7 +372,7 @@ def test_drafts_of_a_request(engines: Engines, limit: int) -> None:
         spec = output.outputs[0].spec
         # The first token comes with the prompt, then three steps.
         assert spec.num_accepted_tokens_per_pos[:limit] == [3] * limit
-        assert spec.num_draft_steps == (3 if limit else 0)
+        assert spec.num_drafts == (3 if limit else 0)
 
 
 # ---- history: what was said before a draft is said, drafts before it included ----

@@ -112,7 +112,7 @@ def test_a_fault_in_the_passes_would_show_in_the_engine(trained: Job, old: str, 
 def test_the_log_says_what_the_engine_measures(trained: Job) -> None:
     entry = [each for each in read_log(trained.train / "log.jsonl") if each["split"] == "val"][-1]
     counts = measured(trained, trained.out / "head", entry["k"])
-    steps = sum(each.num_draft_steps for each in counts)
+    steps = sum(each.num_drafts for each in counts)
     length = 1 + sum(each.num_accepted_tokens for each in counts) / steps
     assert entry["length"] == pytest.approx(length, abs=1e-9)
     assert entry["accepted"]["spec_decode_num_drafts"] == steps

@@ -642,7 +642,7 @@ def test_late_drafts_of_a_preempted_request_are_ignored() -> None:
     late = verdict(scheduler.schedule(), {"a": [6, 7, 8]})
     scheduler._preempt(request)
     assert scheduler.update(late) == []
-    assert request.output_token_ids == [5] and scheduler.stats.spec.num_draft_steps == 0
+    assert request.output_token_ids == [5] and scheduler.stats.spec.num_drafts == 0
 
 
 def test_spec_stats_count_drafts_by_request_and_in_all() -> None:
@@ -663,9 +663,9 @@ def test_spec_stats_count_drafts_by_request_and_in_all() -> None:
             if delta.num_drafts:
                 told[delta.request_id].add(delta.num_drafts, delta.num_accepted)
     for spec in (told["a"], scheduler.stats.spec):
-        steps = spec.num_draft_steps
+        steps = spec.num_drafts
         assert (steps, spec.num_draft_tokens, spec.num_accepted_tokens) == (3, 9, 5)
         assert spec.num_accepted_tokens_per_pos == [2, 2, 1]
         assert spec.mean_acceptance_length == pytest.approx(1 + 5 / 3)
-    assert told["b"].num_draft_steps == 0
+    assert told["b"].num_drafts == 0
     assert told["b"].num_accepted_tokens_per_pos == [0] * K
