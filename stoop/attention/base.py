@@ -47,8 +47,8 @@ class AttentionSetup:
 def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:
     """Refuse what a backend does not declare to serve."""
     name, dtype = f"attention_backend={traits.name}", str(setup.dtype).removeprefix("torch.")
-    sizes = traits.head_sizes or ()
-    foreign = [s.head_dim for s in setup.shapes if sizes and s.head_dim not in sizes]
+    sizes = traits.head_sizes
+    foreign = [s.head_dim for s in setup.shapes if sizes is not None and s.head_dim not in sizes]
     problem = None
     if traits.devices is not None and setup.device.type not in traits.devices:
         kinds = " or ".join(kind.upper() for kind in traits.devices)
@@ -56,11 +56,13 @@ def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:
     elif traits.dtypes is not None and dtype not in traits.dtypes:
         problem = f"has no kernels for {dtype}: use dtype={' or '.join(traits.dtypes)}"
     elif foreign:
-        known = ", ".join(map(str, sizes))
+        known = ", ".join(map(str, sizes or ()))
         problem = f"has kernels for heads of {known}, none for {foreign[0]}: use another model"
     elif traits.block_sizes is not None and setup.block_size not in traits.block_sizes:
         known = ", ".join(map(str, traits.block_sizes))
         problem = f"does not take block_size={setup.block_size}: use one of {known}"
+    elif not traits.narrow_cache and setup.kv_dtype not in (None, setup.dtype):
+        problem = "reads a KV cache of the compute dtype only: leave kv_cache_dtype at auto"
     if problem:
         raise ConfigError(f"{name} {problem}, or attention_backend=auto")
 

@@ -55,11 +55,6 @@ class FlashInferBackend:
 
     def __init__(self, setup: AttentionSetup) -> None:
         refuse_unsupported(FLASHINFER, setup)
-        if setup.kv_dtype not in (None, setup.dtype):
-            raise ConfigError(
-                "attention_backend=flashinfer reads a KV cache of the compute dtype only: leave "
-                "kv_cache_dtype at auto"
-            )
         try:
             import flashinfer
         except ImportError as error:

@@ -8,6 +8,7 @@ from stoop.attention.hostplan import HostPlanBackend
 from stoop.attention.reference import ReferenceBackend
 from stoop.attention.triton import TritonBackend
 from stoop.config.backends import BackendTraits, backend_traits, declare_backend
+from stoop.config.errors import ConfigError
 
 MakeBackend = Callable[[AttentionSetup], AttentionBackend]
 
@@ -33,4 +34,10 @@ def make_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
 
 def make_draft_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
     """Make the backend for draft decodes of a drafter whose target uses the backend `name`."""
-    return make_backend(backend_traits(name).draft_backend or name, setup)
+    chosen = backend_traits(name).draft_backend or name
+    if chosen not in BACKENDS:
+        raise ConfigError(
+            f"attention_backend={name} leaves draft decodes to {chosen!r}, which is not "
+            "registered: register it first"
+        )
+    return make_backend(chosen, setup)

@@ -157,7 +157,9 @@ def run_checks(
     expected = _record_eager(eager, workloads) if device.dtype == "float64" else None
     layers = eager.engine.runner.layers
     head_sizes = [layer.shape.head_dim for layer in layers if isinstance(layer, Attention)]
-    backends = backends or serving_backends(device.device, device.dtype, head_sizes)
+    backends = backends or serving_backends(
+        device.device, device.dtype, head_sizes, device.kv_dtype
+    )
     del eager
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):

@@ -28,6 +28,7 @@ class BackendTraits:
     exact_lengths: bool = False
     # It reads the values of masked keys and multiplies them by 0, so they must not be NaN.
     zeroed_cache: bool = False
+    narrow_cache: bool = False  # it reads a cache of fewer bits than queries have
     draft_backend: str | None = None  # another backend, which serves draft decodes instead
     preferred_on: tuple[
         str, ...
@@ -72,15 +73,22 @@ def choose_backend(asked: str, device: str, dtype: str) -> BackendTraits:
         return _TRAITS[asked]
     kind = device.split(":")[0]
     able = [traits for traits in _TRAITS.values() if traits.runs(device, dtype)]
-    return next((traits for traits in able if kind in traits.preferred_on), able[0])
+    preferred = (traits for traits in able if kind in traits.preferred_on and traits.installed)
+    return next(preferred, able[0])
 
 
-def serving_backends(device: str, dtype: str, head_sizes: Sequence[int]) -> list[str]:
-    """The installed backends that support this device, dtype and head sizes."""
+def serving_backends(
+    device: str, dtype: str, head_sizes: Sequence[int], kv_dtype: str | None = None
+) -> list[str]:
+    """The installed backends that support this device, these dtypes and head sizes.
+
+    kv_dtype: of the KV cache; None: as `dtype`
+    """
     return [
         traits.name
         for traits in _TRAITS.values()
         if traits.runs(device, dtype)
         and all(_allows(traits.head_sizes, size) for size in head_sizes)
+        and (traits.narrow_cache or kv_dtype in (None, dtype))
         and traits.installed
     ]

@@ -40,6 +40,10 @@ class Buffer:
     # Reorders contents so that entries are along the first axis, if they are stored otherwise.
     unpack: Callable[[Tensor], Tensor] | None = None
 
+    def __post_init__(self) -> None:
+        kept = self.lifetime is not Lifetime.SLOT or self.extent in (Extent.SLOTS, Extent.BLOCKS)
+        assert kept, f"`{self.name}` outlives its step: say by what it is kept, slots or blocks"
+
     def entries(self, contents: Tensor) -> Tensor:
         """The entries along the first axis. contents: of the buffer, now or in a snapshot"""
         return contents if self.unpack is None else self.unpack(contents)

@@ -73,12 +73,17 @@ class PhaseExecutor:
         # Called before each replay with the segment's name and the descriptor.
         self.on_replay: list[Callable[[str, BatchExecutionDescriptor], None]] = []
         self._segments: dict[tuple[RunMode, bool], list[Segment]] = {}
+        self._captured: list[States] = []  # graphs read them: they stay
 
     def segments(self, mode: RunMode, drafting: bool = True) -> list[Segment]:
         found = self._segments.get((mode, drafting))
         if found is None:
-            phases = [phase for phase in self.phases if drafting or not phase.drafts]
-            found = self._segments[mode, drafting] = cut(mode, phases)
+            # A graph that holds drafting together with other phases drafts in any case.
+            found = self._segments[mode, drafting] = [
+                segment
+                for segment in cut(mode, self.phases)
+                if drafting or not all(phase.drafts for phase in segment.phases)
+            ]
         return found
 
     # ---- a step ----
@@ -227,6 +232,7 @@ class PhaseExecutor:
             lambda: self._capture_states(segment, descriptor),
             lambda states: self._run_captured(manager, segment, descriptor, states),
         )
+        self._captured.append(states)
         if None in states:
             self.attn_states.setdefault(descriptor, states[None])
 
@@ -302,18 +308,18 @@ def _check_identity(
 
 
 def _tensors(value: Any, name: str = "") -> dict[str, Tensor]:
-    """Every tensor in metadata, by the name of its field."""
+    """Every tensor in metadata, by the path of fields, keys and places that leads to it."""
     if isinstance(value, Tensor):
         return {name: value}
     if dataclasses.is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, Mapping):
-        parts = {str(key): each for key, each in value.items()}
+        parts = {getattr(key, "__name__", str(key)): each for key, each in value.items()}
     elif isinstance(value, list | tuple):
-        parts = {f"{name}[{place}]": each for place, each in enumerate(value)}
+        parts = {str(place): each for place, each in enumerate(value)}
     else:
         return {}
     found: dict[str, Tensor] = {}
     for key, each in parts.items():
-        found |= _tensors(each, key)
+        found |= _tensors(each, f"{name}.{key}" if name else key)
     return found

@@ -20,5 +20,8 @@ def step_phases(
         phases += speculator.phases()
     names = [phase.name for phase in phases]
     assert len(set(names)) == len(names), f"two phases of one name among {names}"
+    lanes = [id(phase.lane) for phase in phases if phase.lane is not None]
+    assert len(set(lanes)) == len(lanes), "a lane serves one phase"
+    assert host_calls.keys() <= set(names), f"host calls before {[*host_calls]}, phases {names}"
     assert all(len(name) == 1 for name in names), f"a phase is named by one letter: {names}"
     return [replace(phase, host_call=host_calls.get(phase.name)) for phase in phases]

@@ -188,7 +188,7 @@ class ModelRunner:
         """Staged edits of slot state, and this step's rows, onto the device."""
         target = self.target
         if self.sanitizer is not None:
-            self.sanitizer.begin_step()
+            self.sanitizer.begin_step(plan)
         for admission in plan.admissions:
             target.state.admit(self.staged, admission)
             target.sampling_state.admit(self.staged, admission.slot, admission.rules)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stoop.core.state import NULL_BLOCK
+from stoop.core.step import StepPlan
 from stoop.graph.buffers import Buffer, Extent, Lifetime
 from stoop.graph.descriptor import RunMode
 from stoop.graph.phases import undeclared
@@ -66,18 +67,19 @@ class StepSanitizer:
     def begin_draft_decode(self) -> None:
         self.sanitizer.begin_draft_decode()
 
-    def begin_step(self) -> None:
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the plan's edits of slot state are applied."""
         for buffer in self.declare():
             if buffer.tensor.data_ptr() != self.addresses[buffer.name]:
                 raise MovedBuffer(buffer.name)
         self.sanitizer.begin_step()
         self.target.buffers.forget_rows()
+        self._poison_new_slots(plan)
 
     def run(self, step: Step) -> None:
         """Replay, then the same phases eagerly from the same state; both must agree to the bit."""
         reader = str(step.descriptor)
         self._poison_block_tables(step)
-        self._poison_new_slots(step)
         if step.descriptor.mode is not RunMode.STEP:
             self.sanitizer.check_reads(INPUTS, INPUTS)
         blocks = self._blocks(step)
@@ -98,9 +100,9 @@ class StepSanitizer:
         for row in step.batch.plan_rows:
             table[row.slot, -(-row.num_reserved // self.target.block_size) :] = POISON_BLOCK
 
-    def _poison_new_slots(self, step: Step) -> None:
-        """A request without context starts from nothing, whatever its slot's state holds."""
-        new = [row.slot for row in step.batch.plan_rows if row.num_computed == 0]
+    def _poison_new_slots(self, plan: StepPlan) -> None:
+        """A request without context starts from nothing, or from what its admission writes."""
+        new = [admission.slot for admission in plan.admissions if not admission.num_computed]
         for buffer in self.target.model_state.state_buffers():
             if buffer.extent is Extent.SLOTS and buffer.tensor.is_floating_point() and new:
                 buffer.tensor[torch.tensor(new, device=buffer.tensor.device)] = float("nan")

@@ -60,6 +60,7 @@ def test_an_unknown_name_is_told_of_registered_ones(folder: Path) -> None:
 
 def test_it_is_chosen_by_what_it_declares() -> None:
     assert "mine" in backends.serving_backends("cpu", "float32", [64])
+    assert "mine" not in backends.serving_backends("cpu", "float32", [64], "bfloat16")
     assert "mine" not in backends.serving_backends("cpu", "float32", [32])
     assert "mine" not in backends.serving_backends("cuda", "float32", [64])
 

@@ -84,14 +84,42 @@ def test_a_mode_is_a_way_of_cutting(mode: RunMode, phases: list[Phase], wanted: 
     assert [p for segment in cut(mode, phases) for p in segment.phases] == phases
 
 
+def test_nothing_joins_a_graph_of_another_lane() -> None:
+    phases = [*step(PLANNED), phase("X", drafts=True)]
+    assert shown(RunMode.STEP, phases) == "[ICVUP] [D] [X]"
+
+
+@pytest.mark.parametrize("mode", ["none", "piecewise", "full", "full_decode_only", "step"])
+@pytest.mark.parametrize(
+    ("name", "backend", "num_drafts"),
+    [("eagle3-right", "reference", 3), ("eagle3-right", "hostplan", 3), ("ngram", "reference", 2)],
+)
+def test_steps_may_go_without_drafting(
+    drafters: DrafterStore, mode: str, name: str, backend: str, num_drafts: int
+) -> None:
+    """A graph of the whole step drafts in any case; answers are the same."""
+    llm = make_spec_llm(drafters.get(name), num_drafts, graph_mode=mode, attention_backend=backend)
+    batch = [[5], [6, 7], [8] * 9]
+    wanted = generate_ids(llm, batch, GREEDY)
+    llm.engine.runner.drafting = llm.engine.scheduler.drafting = False
+    assert generate_ids(llm, batch, GREEDY) == wanted
+
+
 # ---- what phases say ----
 
 
-def buffer(name: str, lifetime: Lifetime = Lifetime.STEP) -> Buffer:
-    return Buffer(name, torch.zeros(1), lifetime)
+def buffer(name: str) -> Buffer:
+    return Buffer(name, torch.zeros(1), Lifetime.STEP)
 
 
-BUFFERS = [buffer("rows"), buffer("ids"), buffer("hidden"), buffer("kv 0", Lifetime.SLOT)]
+KV = Buffer("kv 0", torch.zeros(2, 1), Lifetime.SLOT, Extent.BLOCKS)
+BUFFERS = [buffer("rows"), buffer("ids"), buffer("hidden"), KV]
+
+
+def test_what_outlives_a_step_says_by_what_it_is_kept() -> None:
+    """Else the sanitizer would not compare it."""
+    with pytest.raises(AssertionError, match="`history` outlives its step"):
+        Buffer("history", torch.zeros(1), Lifetime.SLOT)
 
 
 def test_a_phase_that_reads_before_anything_writes_is_refused() -> None:
@@ -153,6 +181,8 @@ def test_two_phases_of_one_name_are_refused() -> None:
 
     with pytest.raises(AssertionError, match="two phases of one name"):
         order.step_phases(Nothing(), Twice(), {})  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"host calls before \['Q'\]"):
+        order.step_phases(Nothing(), None, {"Q": print})  # type: ignore[arg-type]
 
 
 def test_live_entries_follow_the_extent() -> None:

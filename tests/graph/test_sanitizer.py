@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoop.graph.buffers import Buffer, Lifetime
+from stoop.graph.buffers import Buffer, Extent, Lifetime
 from stoop.graph.sanitizer import Sanitizer, StaleRead
 
 
@@ -21,7 +21,11 @@ class Rig:
             "draft inputs": (self.draft, Lifetime.DRAFT),
             "history": (self.slot, Lifetime.SLOT),
         }
-        self.sanitizer = Sanitizer(Buffer(name, t, life) for name, (t, life) in lifetimes.items())
+        extents = {Lifetime.SLOT: Extent.SLOTS}
+        self.sanitizer = Sanitizer(
+            Buffer(name, t, life, extents.get(life, Extent.SCRATCH))
+            for name, (t, life) in lifetimes.items()
+        )
 
     def learn(self, key: str, function: Callable[[], object]) -> None:
         self.sanitizer.learn(key, function)
