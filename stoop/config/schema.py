@@ -22,40 +22,6 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
 
 
-class AttentionSpec(Protocol):
-    """The fields of a family's spec that attention layers and their KV cache read."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-    @property
-    def qkv_bias(self) -> bool: ...
-
-    @property
-    def o_bias(self) -> bool: ...
-
-    @property
-    def qk_norm(self) -> bool: ...
-
-    @property
-    def windows(self) -> tuple[int | None, ...]: ...
-
-
 DraftMethod = Literal["eagle", "eagle3"]
 # How a head picks its drafts: greedy takes the most likely tokens; coupled samples with the noise
 # that will draw the target's tokens, so that similar distributions pick the same; probabilistic

@@ -126,8 +126,7 @@ def cut(mode: RunMode, phases: Sequence[Phase]) -> list[Segment]:
     segments: list[Segment] = []
     for phase in phases:
         last = segments[-1] if segments else None
-        whole = mode is RunMode.STEP and last is not None and last.captured and last.lane is None
-        if whole and last is not None and phase.joins:
+        if mode is RunMode.STEP and last and last.lane is None and phase.joins:
             segments[-1] = Segment((*last.phases, phase), captured=True)
         elif phase.lane is not None:
             segments.append(Segment((phase,), captured=bool(phase.lane.descriptors)))

@@ -1,17 +1,45 @@
 """Self-attention: project, rotate, store, attend, project."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from torch import Tensor
 
 from stoop.attention.base import AttentionShape, PagedMetadata
-from stoop.config.schema import AttentionSpec
 from stoop.core.state import PagedState
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightView, prefixed
 from stoop.ops.rope import HeadNorms, Rotation, rotate, rotate_and_store
+
+
+class AttentionSpec(Protocol):
+    """The fields of a family's spec that attention reads."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def qkv_bias(self) -> bool: ...
+
+    @property
+    def o_bias(self) -> bool: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
 
 
 class Attention(StatefulLayer):

@@ -7,6 +7,7 @@ cache while a draft head is trained.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,27 +19,27 @@ from stoop.graph.manager import GraphBackend
 Input = Any  # a tensor, or a dataclass whose fields are tensors
 
 
-class StatefulLayer(nn.Module):
+class StatefulLayer(nn.Module, ABC):
     """A layer with a state; `number_layers` sets its index."""
 
     index = -1  # of its state among those of all layers
 
     @property
+    @abstractmethod
     def state(self) -> State:
         """The spec of what it keeps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def core(self, state: Any, metadata: Any, *inputs: Input) -> Tensor:
         """Read and update the state.
 
         state: its tensor, or its tensors by name
         metadata: this step's, for states of this kind
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def empty_output(self, *inputs: Input) -> Tensor:
         """An uninitialised tensor with the shape of what `core` returns."""
-        raise NotImplementedError
 
 
 class HasModules(Protocol):

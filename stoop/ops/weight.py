@@ -5,6 +5,7 @@ GEMMs fused with a norm, an activation or the residual have defaults here, built
 scheme with fused kernels overrides them.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Weight(NamedTuple):
         return self.scheme.is_dense and self.data.dtype == dtype
 
 
-class Scheme:
+class Scheme(ABC):
     """How matrices are stored and multiplied."""
 
     name: str
@@ -38,27 +39,27 @@ class Scheme:
 
     # ---- loading ----
 
+    @abstractmethod
     def empty(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Weight:
         """An unfilled matrix on the default device. dtype: of dense values, if it has any"""
-        raise NotImplementedError
 
+    @abstractmethod
     def shape(self, weight: Weight) -> tuple[int, ...]:
         """The shape [outputs, inputs] that the matrix has in checkpoints."""
-        raise NotImplementedError
 
+    @abstractmethod
     def store(self, weight: Weight, values: Tensor) -> None:
         """Fill the matrix from the dense values of a checkpoint."""
-        raise NotImplementedError
 
     # ---- the reference ----
 
+    @abstractmethod
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x @ weight.T + bias, in the dtype of x"""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
         """The rows [tokens, inputs] of the matrix."""
-        raise NotImplementedError
 
     # ---- fused with what precedes or follows a GEMM in a decoder layer ----
 

@@ -64,6 +64,7 @@ class Target:
         hidden = {"hidden"} if self.taps is None else {"hidden", "taps"}
         sampling = set(vars(self.sampling_state))
         drafts = set() if self.verifier.draft_logits is None else {"draft logits"}
+        # Methods are looked up when a phase runs, so that tests can replace them.
         return [
             Phase("I", lambda run: self.inputs(), reads=rows | slots, writes=step),
             Phase(
