@@ -42,6 +42,7 @@ class AttentionSetup:
     shapes: tuple[AttentionShape, ...] = ()  # distinct ones of all layers, the drafter's too
     query_len: int = 1  # query tokens of a decoding request
     kv_dtype: torch.dtype | None = None  # of the cache; None for that of queries
+    device_lengths: bool = False  # draft decodes: the host knows upper bounds of lengths only
 
 
 def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:

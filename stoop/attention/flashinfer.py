@@ -2,16 +2,21 @@
 
 A plan splits the batch into work for the SMs. Kernels read the plan and each request's pages from
 buffers with fixed addresses, so after planning again a captured graph serves other lengths.
-FlashInfer assumes that queries are the last of their row's keys, so a plan needs exact contexts.
-The host knows them only while no step is in flight, hence no `run_ahead`; it does not know them
-between draft decodes. With no step in flight, no plan is rewritten while it is copied, either.
+FlashInfer assumes that queries are the last of their row's keys, so with several queries a row a
+plan needs exact contexts. The host knows them only while no step is in flight, hence no
+`run_ahead`. With no step in flight, no plan is rewritten while it is copied, either.
+
+Draft decodes have lengths that only the device knows, and one query a row. Their plan is made for
+upper bounds, once a step. Kernels take the number of keys from `last_page_len`, so before each
+draft decode the device writes the true lengths there; a split of the plan past a row's last key
+finds no keys and adds nothing. `check_device_lengths` tests that the installed library does this.
 
 Dead query tokens have keys like the others. No live query sees those, but their values are read and
 multiplied by 0, so memory that was never written must not hold NaN (worker/memory.py zeroes it).
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +33,31 @@ from stoop.graph.support import GraphSupport
 from stoop.ops.library import register
 
 MIN_WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends
+PROBE_PAGES, PROBE_ERROR = 64, 2e-2  # of `check_device_lengths`
 TILES = (16, 64, 128)  # query rows per tile, counting each head of a KV head's group
+
+
+@dataclass
+class DeviceLengths:
+    """The lengths of a draft decode, and where kernels read them."""
+
+    seq_lens: Tensor  # [rows] int32: what the device knows
+    before_last: Tensor  # [rows] int32: keys in all planned pages of a row but the last
+    last_page_len: Tensor  # [rows] int32, written: negative if planned pages have no key
+    current: bool = False  # whether the first layer has written them
+
+    def write(self) -> None:
+        if not self.current:
+            torch.sub(self.seq_lens, self.before_last, out=self.last_page_len)
+            self.current = True
 
 
 @dataclass(frozen=True)
 class FlashInferMetadata:
     wrappers: dict[AttentionShape, Any]
     num_tokens: int  # tokens that belong to a row; padding follows them
-    buffers: list[Tensor]  # what a graph reads of the plan; empty for eager steps
+    buffers: list[Tensor]  # what kernels read of the plan; empty for the target's eager steps
+    lengths: DeviceLengths | None = None  # of draft decodes
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,6 @@ class RowLengths:
 class FlashInferBackend:
     name = "flashinfer"
     graph_support = GraphSupport.UNIFORM
-    advance = None  # only the host plans
 
     def __init__(self, setup: AttentionSetup) -> None:
         refuse_unsupported(FLASHINFER, setup)
@@ -71,9 +92,12 @@ class FlashInferBackend:
         self.page_indptr = self._zeros(setup.max_reqs + 1)
         self.page_indices = self._zeros(setup.max_reqs * self.max_pages)
         self.last_page_len = self._zeros(setup.max_reqs)
+        self.before_last = self._zeros(setup.max_reqs)
         self.eager = self._make_wrappers()
         # Wrappers of captured graphs, by requests and query length.
         self.captured: dict[tuple[int, int], dict[AttentionShape, Any]] = {}
+        if setup.device_lengths:
+            check_device_lengths(setup, self.make_wrapper, self.workspace)
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.setup.device)
@@ -87,12 +111,15 @@ class FlashInferBackend:
         return wrappers
 
     def buffers(self) -> dict[str, Tensor]:
-        return {
+        found = {
             "query_indptr": self.query_indptr,
             "page_indptr": self.page_indptr,
             "page_indices": self.page_indices,
             "last_page_len": self.last_page_len,
         }
+        if self.setup.device_lengths:
+            found["before_last"] = self.before_last
+        return found
 
     def _buffers_of(self, num_reqs: int) -> list[Tensor]:
         """The part that a graph of this many requests reads."""
@@ -106,14 +133,25 @@ class FlashInferBackend:
     def build(self, batch: InputBatch, for_capture: bool = False) -> FlashInferMetadata:
         """No bound is captured: a graph launches work for all SMs, and the plan says which of it
         exists."""
-        wrappers = self._graph_wrappers(batch, for_capture)
+        wrappers, lengths = self._graph_wrappers(batch, for_capture), None
+        if self.setup.device_lengths:
+            seq_lens = batch.step.seq_lens[: batch.num_reqs_padded]
+            before_last, last = (
+                buffer[: batch.num_reqs_padded] for buffer in (self.before_last, self.last_page_len)
+            )
+            lengths = DeviceLengths(seq_lens, before_last, last)
         if wrappers is not None:
             self._plan(batch, wrappers, batch.query_len)
             buffers = self._buffers_of(batch.num_reqs_padded)
-            return FlashInferMetadata(wrappers, batch.num_tokens_padded, buffers)
+            return FlashInferMetadata(wrappers, batch.num_tokens_padded, buffers, lengths)
         if batch.num_reqs:
             self._plan(batch, self.eager, None)
-        return FlashInferMetadata(self.eager, batch.num_tokens, [])
+        return FlashInferMetadata(self.eager, batch.num_tokens, [], lengths)
+
+    @property
+    def advance(self) -> Callable[[FlashInferMetadata], None] | None:
+        """Only the host plans, but a plan of draft decodes serves any lengths within its bounds."""
+        return _forget_lengths if self.setup.device_lengths else None
 
     def _graph_wrappers(
         self, batch: InputBatch, for_capture: bool
@@ -146,12 +184,15 @@ class FlashInferBackend:
         page_indices = self._find_pages(rows, batch.rows.idx_mapping)
         if query_len is not None:
             self.page_indices[: batch.num_reqs_padded * self.max_pages].fill_(NULL_BLOCK)
-        plan = (
-            _indptr(rows.queries),
-            _indptr(rows.num_pages),
-            page_indices,
-            torch.from_numpy((rows.keys - (rows.num_pages - 1) * block_size).astype(np.int32)),
-        )
+        before_last = (rows.num_pages - 1) * block_size
+        last_page_len = torch.from_numpy((rows.keys - before_last).astype(np.int32))
+        if self.setup.device_lengths:
+            self.before_last.zero_()
+            self.before_last[: len(before_last)] = torch.from_numpy(before_last)
+            if query_len is None:  # the wrapper keeps a tensor that is on its device
+                self.last_page_len[: len(last_page_len)] = last_page_len
+                last_page_len = self.last_page_len[: len(last_page_len)]
+        plan = (_indptr(rows.queries), _indptr(rows.num_pages), page_indices, last_page_len)
         for shape, wrapper in wrappers.items():
             wrapper.plan(
                 *plan,
@@ -172,12 +213,15 @@ class FlashInferBackend:
         if query_len is not None:
             assert (queries == query_len).all(), (queries, query_len)
             queries = np.full(batch.num_reqs_padded, query_len)
-        contexts = np.array([row.num_computed for row in batch.plan_rows], dtype=np.int64)
-        keys, num_owned = queries.copy(), np.zeros_like(queries)
-        keys[: len(contexts)] += contexts  # rows of a dummy run have none
         bounds = batch.seq_lens_cpu_upper_bound
-        exact = np.minimum(keys[: batch.num_reqs], self.setup.max_model_len)
-        assert (bounds == exact).all(), (bounds, exact)  # a draft decode's would differ
+        keys, num_owned = queries.copy(), np.zeros_like(queries)
+        if self.setup.device_lengths:
+            keys[: batch.num_reqs] = bounds
+        else:
+            contexts = np.array([row.num_computed for row in batch.plan_rows], dtype=np.int64)
+            keys[: len(contexts)] += contexts  # rows of a dummy run have none
+            exact = np.minimum(keys[: batch.num_reqs], self.setup.max_model_len)
+            assert (bounds == exact).all(), (bounds, exact)
         num_owned[: batch.num_reqs] = -(-bounds // block_size)
         return RowLengths(queries, keys, -(-keys // block_size), num_owned)
 
@@ -201,9 +245,17 @@ class FlashInferBackend:
         if end < q.shape[0]:
             out[end:].zero_()
         if end:
+            if metadata.lengths is not None:
+                metadata.lengths.write()
             wrapper = id(metadata.wrappers[shape])
             attend_planned(q[:end], cache, metadata.buffers, wrapper, out[:end])
         return out
+
+
+def _forget_lengths(metadata: FlashInferMetadata) -> None:
+    """Make the next layer write the lengths at that time."""
+    assert metadata.lengths is not None
+    metadata.lengths.current = False
 
 
 # An operation cannot take a wrapper, so it takes an index into this list.
@@ -223,6 +275,54 @@ def attend_planned(
 def _indptr(lengths: np.ndarray) -> Tensor:
     """The starts of all rows and the end of the last: [len + 1] int32, on the host."""
     return torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
+
+
+def check_device_lengths(
+    setup: AttentionSetup, make_wrapper: Callable[..., Any], workspace: Tensor
+) -> None:
+    """Refuse a library that does not take lengths shorter than planned from the device."""
+    shape, block_size, device = setup.shapes[0], setup.block_size, setup.device
+    bound = PROBE_PAGES * block_size
+    lengths = np.array([bound - block_size - 1, bound // 2, 1])
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(device, setup.dtype)
+
+    cache = draw(2, PROBE_PAGES, block_size, shape.num_kv_heads, shape.head_dim)
+    q = draw(len(lengths), shape.num_heads, shape.head_dim)
+    found = []
+    for planned in (np.full_like(lengths, bound), lengths):
+        num_pages = -(-planned // block_size)
+        pages = np.concatenate([np.arange(count, dtype=np.int32) for count in num_pages])
+        before_last = (num_pages - 1) * block_size
+        last_page_len = torch.from_numpy((planned - before_last).astype(np.int32)).to(device)
+        plan = _indptr(np.ones_like(planned)), _indptr(num_pages), torch.from_numpy(pages)
+        wrapper = make_wrapper(workspace, "NHD", backend="fa2")
+        wrapper.plan(
+            *(each.to(device) for each in plan),
+            last_page_len,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            block_size,
+            causal=True,
+            sm_scale=shape.scale,
+            window_left=shape.window - 1 if shape.window else -1,
+            q_data_type=setup.dtype,
+            kv_data_type=setup.dtype,
+            uniform_q_len=1,
+        )
+        last_page_len.copy_(torch.from_numpy(lengths - before_last))
+        out = torch.empty_like(q)
+        wrapper.run(q, (cache[0], cache[1]), out=out, enable_pdl=False)
+        found.append(out)
+    by_bounds, exact = found
+    if not torch.allclose(by_bounds, exact, rtol=PROBE_ERROR, atol=PROBE_ERROR):
+        raise ConfigError(
+            "the installed FlashInfer does not read lengths on the device, which draft decodes "
+            "need: pip install 'stoop[flashinfer]', or use attention_backend=triton"
+        )
 
 
 def _workspace_bytes(setup: AttentionSetup) -> int:

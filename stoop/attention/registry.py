@@ -1,6 +1,7 @@
 """Attention backends by name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from stoop.attention.base import AttentionBackend, AttentionSetup, refuse_unsupported
 from stoop.attention.flashinfer import FlashInferBackend
@@ -40,4 +41,4 @@ def make_draft_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
             f"attention_backend={name} leaves draft decodes to {chosen!r}, which is not "
             "registered: register it first"
         )
-    return make_backend(chosen, setup)
+    return make_backend(chosen, replace(setup, query_len=1, device_lengths=True))

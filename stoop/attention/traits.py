@@ -27,7 +27,6 @@ FLASHINFER = BackendTraits(
     package="flashinfer",
     exact_lengths=True,
     zeroed_cache=True,
-    draft_backend="triton",
 )
 
 for _traits in (REFERENCE, HOSTPLAN, TRITON, FLASHINFER):

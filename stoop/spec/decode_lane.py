@@ -88,7 +88,12 @@ class DraftDecodeLane:
     def _build_draft_attn_metadata(
         self, target: InputBatch, descriptor: BatchExecutionDescriptor, number: int
     ) -> AttentionState:
-        """The batch of draft decode `number`, and metadata that fits its lengths."""
+        """The batch of draft decode `number`, and metadata that fits its lengths.
+
+        Metadata that advances on the device serves all decodes of a step, so its bounds are those
+        of the last one.
+        """
+        number = self.num_drafts - 1 if self.advances else number
         bounds = target.seq_lens_cpu_upper_bound + number
         bounds = np.minimum(bounds, self.draft_max_seq_len(target))
         padded = target.num_reqs if descriptor.mode is RunMode.NONE else descriptor.num_tokens

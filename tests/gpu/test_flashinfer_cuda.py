@@ -5,9 +5,11 @@ One precision and one head size, since each pair is compiled when it is first us
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +64,7 @@ class Bench:
         setup = AttentionSetup(
             DEVICE, block_size, self.max_reqs, max_len, slots, DTYPE, shapes, query_len
         )
+        self.setup = setup
         self.backend, self.reference = FlashInferBackend(setup), ReferenceBackend(setup)
         self.buffers = InputBuffers(self.max_reqs, max(self.max_reqs * query_len, 8192), DEVICE)
 
@@ -160,6 +163,41 @@ def test_a_graph_follows_its_plan(block_size: int, query_len: int, window: int |
         graph.replay()
         assert_right(bench, rows, out, window)
         assert torch.equal(out, bench.attend(batch, q, window))
+
+
+@pytest.mark.parametrize("window", [None, *WINDOWS])
+@pytest.mark.parametrize("block_size", FLASHINFER.block_sizes or ())
+def test_a_plan_of_bounds_serves_lengths_of_the_device(block_size: int, window: int | None) -> None:
+    """Draft decodes: one plan, captured and eager, for lengths that are up to 40 keys shorter."""
+    every = [Row(n, 1) for n in CONTEXTS]
+    bench = Bench(every, block_size)
+    backend = FlashInferBackend(replace(bench.setup, device_lengths=True, query_len=1))
+    num_reqs, shape, cache = bench.max_reqs, bench.shapes[window], bench.case.cache
+    q = torch.zeros(num_reqs, 9, 64, dtype=DTYPE, device=DEVICE)
+    padded = (num_reqs, num_reqs, 1)
+    backend.forward(shape, q, cache, backend.build(bench.load([], *padded), for_capture=True))
+    metadata = backend.build(bench.load([], *padded), for_capture=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.forward(shape, q, cache, metadata)
+        backend.advance(metadata)
+        again = backend.forward(shape, q, cache, metadata)
+    for live, slack in ((len(every), 40), (5, 1), (1, 0), (len(every), 17), (12, 7)):
+        rows = every[:live]
+        bench.case.rows[:] = rows
+        q.zero_()[:live] = bench.case.q[:live]
+        batch = bench.load(rows, *padded)
+        more = np.arange(live) * slack // max(live - 1, 1)
+        bounds = np.minimum(batch.seq_lens_cpu_upper_bound + more, bench.max_len)
+        batch = replace(batch, seq_lens_cpu_upper_bound=bounds)
+        fresh = backend.build(batch)
+        graph.replay()
+        assert_right(bench, rows, out, window)
+        assert torch.equal(out, again)
+        assert torch.equal(out, backend.forward(shape, q, cache, fresh))
+        alone = replace(bench.load(rows), query_len=1, seq_lens_cpu_upper_bound=bounds)
+        eager = backend.forward(shape, q[:live], cache, backend.build(alone))
+        assert_right(bench, rows, eager, window)
 
 
 def test_dead_tokens_past_the_models_limit() -> None:

@@ -6,6 +6,7 @@ A stand-in in plain torch attends by the plan alone, so wrong or stale plans giv
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 from stoop.attention.base import AttentionSetup, AttentionShape
-from stoop.attention.flashinfer import FlashInferBackend, RowLengths
+from stoop.attention.flashinfer import DeviceLengths, FlashInferBackend, RowLengths
 from stoop.batch.input_batch import InputBatch
 from stoop.batch.request_state import RequestState
 from stoop.config.backends import serving_backends
 from stoop.config.errors import ConfigError
 from stoop.graph.descriptor import RunMode
-from stoop.graph.sanitizer import SanitizerError, StaleRead
+from stoop.graph.sanitizer import SanitizerError
+from stoop.spec.decode_lane import DraftDecodeLane
 from support import fake_flashinfer
 from support.checkpoints import CheckpointStore
 from support.drafters import MODES, DrafterStore, Trace, make_spec_llm, run
@@ -159,6 +161,50 @@ def test_graphs_are_those_that_it_declares(drafters: DrafterStore) -> None:
     backend = runner.target.model_state.backend
     assert isinstance(backend, FlashInferBackend)
     assert set(backend.captured) == {(1, 4), (2, 4), (4, 4)}
+    backend = runner.draft_state.backend
+    assert isinstance(backend, FlashInferBackend) and backend is not runner.target.model_state
+    assert set(backend.captured) == {(1, 1), (2, 1), (4, 1)}
+
+
+@pytest.mark.parametrize("mode", ["full", "step"])
+@pytest.mark.usefixtures("_fake")
+def test_a_step_is_planned_once_for_the_target_and_once_for_all_draft_decodes(
+    drafters: DrafterStore, monkeypatch: Patch, mode: str
+) -> None:
+    llm = make_spec_llm(drafters.get("eagle3-noisy"), 5, graph_mode=mode, **FLASHINFER)
+    planned: list[list[bool]] = []
+    plan, prepare = FlashInferBackend._plan, llm.engine.runner.prepare
+
+    def counted(self: FlashInferBackend, *args: Any) -> None:
+        planned[-1].append(self.setup.device_lengths)
+        plan(self, *args)
+
+    def begin(step_plan: Any) -> Any:
+        planned.append([])
+        return prepare(step_plan)
+
+    monkeypatch.setattr(FlashInferBackend, "_plan", counted)
+    monkeypatch.setattr(llm.engine.runner, "prepare", begin)
+    run(llm, 5)
+    assert len(planned) > 5 and all(each == [False, True] for each in planned)
+
+
+class HostLengths(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    """A library that attends by the lengths of the plan, not by those on the device."""
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        super().plan(*args, **options)
+        self.buffers = [buffer.clone() for buffer in self.buffers]
+
+
+@pytest.mark.usefixtures("_fake")
+def test_a_library_that_cannot_serve_draft_decodes_is_refused(
+    drafters: DrafterStore, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(fake_flashinfer, "BatchPrefillWithPagedKVCacheWrapper", HostLengths)
+    with pytest.raises(ConfigError, match="does not read lengths on the device") as caught:
+        make_spec_llm(drafters.get("eagle3-noisy"), 3, **FLASHINFER)
+    assert "attention_backend=triton" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("_fake")
@@ -170,15 +216,55 @@ def test_what_nobody_wrote_is_zero(checkpoints: CheckpointStore) -> None:
 # ---- bugs put back ----
 
 
-def skip_the_plan(patch: Patch) -> None:
+def skip_the_plan(of_drafts: bool) -> Callable[[Patch], None]:
     """A graph is replayed by the plan of its capture."""
+
+    def apply(patch: Patch) -> None:
+        plan = FlashInferBackend._plan
+
+        def stale(self: FlashInferBackend, batch: InputBatch, wrappers: Any, length: Any) -> None:
+            skipped = self.setup.device_lengths == of_drafts
+            if not skipped or length is None or not batch.num_reqs:
+                plan(self, batch, wrappers, length)
+
+        patch.setattr(FlashInferBackend, "_plan", stale)
+
+    return apply
+
+
+def keep_the_first_lengths(patch: Patch) -> None:
+    """Every draft decode attends to the keys of the first."""
+    patch.setattr("stoop.attention.flashinfer._forget_lengths", lambda metadata: None)
+
+
+def attend_to_the_bounds(patch: Patch) -> None:
+    """Draft decodes see keys that rejected drafts left."""
+    patch.setattr(DeviceLengths, "write", lambda self: None)
+
+
+def plan_for_the_first_decode(patch: Patch) -> None:
+    """Pages of the first draft decode's bounds serve all of a step."""
+    build = DraftDecodeLane._build_draft_attn_metadata
+
+    def short(self: DraftDecodeLane, target: InputBatch, descriptor: Any, number: int) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "num_drafts", 2)
+            return build(self, target, descriptor, number)
+
+    patch.setattr(DraftDecodeLane, "_build_draft_attn_metadata", short)
+
+
+def leave_before_last_unpadded(patch: Patch) -> None:
+    """Rows of padding keep what a larger batch left."""
     plan = FlashInferBackend._plan
 
-    def stale(self: FlashInferBackend, batch: InputBatch, wrappers: Any, query_len: Any) -> None:
-        if query_len is None or not batch.num_reqs:
-            plan(self, batch, wrappers, query_len)
+    def unpadded(self: FlashInferBackend, batch: InputBatch, *args: Any) -> None:
+        tail = self.before_last[batch.num_reqs :].clone()
+        plan(self, batch, *args)
+        if batch.num_reqs:
+            self.before_last[batch.num_reqs :] = tail
 
-    patch.setattr(FlashInferBackend, "_plan", stale)
+    patch.setattr(FlashInferBackend, "_plan", unpadded)
 
 
 def change_lengths(**change: Callable[[InputBatch, RowLengths], np.ndarray]) -> Any:
@@ -222,40 +308,53 @@ def leave_pages_unpadded(patch: Patch) -> None:
 
 
 NUM_TOKENS = 4
-MUTANTS: list[tuple[str, Callable[[Patch], None], str, bool]] = [
-    ("plan not refreshed", skip_the_plan, "full", True),
-    ("the same in a step graph", skip_the_plan, "step", True),
-    ("keys cut at the limit", change_lengths(keys=cut_keys_at_the_limit), "full", True),
-    ("a key too few", change_lengths(keys=count_a_key_less), "none", True),
-    ("pages of no owner", change_lengths(num_owned=own_every_page), "full", True),
-    ("pages unpadded", leave_pages_unpadded, "full", False),  # kernels stop at the last page
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    apply: Callable[[Patch], None]
+    mode: str
+    by_drafts: bool = True  # answers or drafts differ, or an index is in no table
+    buffer: str | None = None  # that the sanitizer must name
+
+
+MUTANTS = [
+    Mutant("plan not refreshed", skip_the_plan(False), "full", buffer="query_indptr"),
+    Mutant("the same in a step graph", skip_the_plan(False), "step", buffer="query_indptr"),
+    Mutant("plan of drafts not refreshed", skip_the_plan(True), "full", True, "draft query_indptr"),
+    Mutant("the same, in a step", skip_the_plan(True), "step", True, "draft query_indptr"),
+    Mutant("lengths of the first decode", keep_the_first_lengths, "step", buffer="kv_cache 3"),
+    Mutant("keys up to the bounds", attend_to_the_bounds, "none"),
+    Mutant("pages of the first decode", plan_for_the_first_decode, "step"),
+    Mutant("offsets unpadded", leave_before_last_unpadded, "full", buffer="draft before_last"),
+    Mutant("keys cut at the limit", change_lengths(keys=cut_keys_at_the_limit), "full"),
+    Mutant("a key too few", change_lengths(keys=count_a_key_less), "none"),
+    Mutant("pages of no owner", change_lengths(num_owned=own_every_page), "full"),
+    # Kernels stop at the last page.
+    Mutant("pages unpadded", leave_pages_unpadded, "full", False, "draft page_indices"),
 ]
 
 
-@pytest.mark.parametrize(("name", "apply", "mode", "by_answers"), MUTANTS)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 @pytest.mark.usefixtures("_fake")
 def test_mutant_is_caught(
     drafters: DrafterStore,
     eager: Callable[[str, int], Trace],
     monkeypatch: Patch,
-    name: str,
-    apply: Callable[[Patch], None],
-    mode: str,
-    by_answers: bool,
+    mutant: Mutant,
 ) -> None:
     """By answers or drafts of its own, or an index that no table has; stale plans by name."""
-    apply(monkeypatch)
-    drafter, options = drafters.get("eagle3-random"), {"graph_mode": mode, **FLASHINFER}
+    mutant.apply(monkeypatch)
+    drafter, options = drafters.get("eagle3-random"), {"graph_mode": mutant.mode, **FLASHINFER}
     expected = eager("eagle3-random", NUM_TOKENS)
     try:
         trace = run(make_spec_llm(drafter, NUM_TOKENS, **options), NUM_TOKENS)
         caught = (trace.answers, trace.drafts) != (expected.answers, expected.drafts)
     except (IndexError, RuntimeError):
         caught = True
-    assert caught == by_answers
-    if apply in (skip_the_plan, leave_pages_unpadded):
+    assert caught == mutant.by_drafts
+    if mutant.buffer is not None:
         with pytest.raises(SanitizerError) as error:
             run(make_spec_llm(drafter, NUM_TOKENS, sanitize=True, **options), NUM_TOKENS)
-        assert isinstance(error.value, StaleRead)
-        buffer = "query_indptr" if apply is skip_the_plan else "page_indices"
-        assert error.value.buffer == buffer
+        assert getattr(error.value, "buffer", None) == mutant.buffer
