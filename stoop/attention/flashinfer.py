@@ -7,14 +7,16 @@ plan needs exact contexts. The host knows them only while no step is in flight, 
 `run_ahead`. With no step in flight, no plan is rewritten while it is copied, either.
 
 Draft decodes have lengths that only the device knows, and one query a row. Their plan is made for
-upper bounds, once a step. Kernels take the number of keys from `last_page_len`, so before each
-draft decode the device writes the true lengths there; a split of the plan past a row's last key
-finds no keys and adds nothing. `check_device_lengths` tests that the installed library does this.
+upper bounds, and made again when a row outgrows them. Kernels take the number of keys from
+`last_page_len`, so before each draft decode the device writes the true lengths there; a split of
+the plan past a row's last key finds no keys and adds nothing. `check_device_lengths` tests that the
+installed library does this.
 
 Dead query tokens have keys like the others. No live query sees those, but their values are read and
 multiplied by 0, so memory that was never written must not hold NaN (worker/memory.py zeroes it).
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from stoop.graph.support import GraphSupport
 from stoop.ops.library import register
 
 MIN_WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends
+KEYS_AHEAD = 256  # draft decodes are planned for a multiple of this many keys
 PROBE_PAGES, PROBE_ERROR = 64, 2e-2  # of `check_device_lengths`
 TILES = (16, 64, 128)  # query rows per tile, counting each head of a KV head's group
 
@@ -70,6 +73,26 @@ class RowLengths:
     num_owned: np.ndarray  # [rows] int64: pages in the block table; null blocks follow them
 
 
+@dataclass(frozen=True)
+class PagePlaces:
+    """For each place in `page_indices`, its row and the number of its page in that row."""
+
+    row: Tensor  # [pages] int64
+    page: Tensor  # [pages] int64
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """The last plan of a graph of draft decodes.
+
+    Lengths are not part of it, so it is used again until a row needs another number of pages.
+    """
+
+    num_pages: np.ndarray  # [rows] int64
+    places: PagePlaces
+    values: list[Tensor]  # of `_small_buffers`
+
+
 class FlashInferBackend:
     name = "flashinfer"
     graph_support = GraphSupport.UNIFORM
@@ -85,6 +108,11 @@ class FlashInferBackend:
             ) from error
         self.setup = setup
         self.make_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        if "uniform_q_len" not in inspect.signature(self.make_wrapper.plan).parameters:
+            raise ConfigError(
+                "attention_backend=flashinfer needs FlashInfer 0.7.2.post1 or newer: "
+                "pip install 'stoop[flashinfer]', or use attention_backend=triton"
+            )
         self.workspace = self._zeros(_workspace_bytes(setup), torch.uint8)
         # Dead tokens may have positions past the model's limit.
         self.max_pages = -(-(setup.max_model_len + setup.query_len) // setup.block_size)
@@ -96,6 +124,7 @@ class FlashInferBackend:
         self.eager = self._make_wrappers()
         # Wrappers of captured graphs, by requests and query length.
         self.captured: dict[tuple[int, int], dict[AttentionShape, Any]] = {}
+        self.kept: dict[int, KeptPlan] = {}  # by id of the graph's wrappers
         if setup.device_lengths:
             check_device_lengths(setup, self.make_wrapper, self.workspace)
 
@@ -179,11 +208,34 @@ class FlashInferBackend:
         self, batch: InputBatch, wrappers: dict[AttentionShape, Any], query_len: int | None
     ) -> None:
         """Plan a step. query_len: of every row of a graph, padded rows included; None if eager"""
-        block_size, dtype = self.setup.block_size, self.setup.dtype
         rows = self._lengths(batch, query_len)
-        page_indices = self._find_pages(rows, batch.rows.idx_mapping)
         if query_len is not None:
             self.page_indices[: batch.num_reqs_padded * self.max_pages].fill_(NULL_BLOCK)
+        kept = self.kept.get(id(wrappers))
+        if kept is None or not np.array_equal(kept.num_pages, rows.num_pages):
+            places = self._make_places(rows)
+            self._plan_wrappers(rows, self._find_pages(places, rows, batch), wrappers, query_len)
+            if self.setup.device_lengths and query_len is not None:
+                self.kept[id(wrappers)] = self._keep(rows, places)
+            return
+        torch._foreach_copy_(self._small_buffers(), kept.values)
+        page_indices = self._find_pages(kept.places, rows, batch)
+        self.page_indices[: page_indices.shape[0]] = page_indices
+
+    def _small_buffers(self) -> list[Tensor]:
+        return [self.query_indptr, self.page_indptr, self.last_page_len, self.before_last]
+
+    def _keep(self, rows: RowLengths, places: PagePlaces) -> KeptPlan:
+        return KeptPlan(rows.num_pages, places, [each.clone() for each in self._small_buffers()])
+
+    def _plan_wrappers(
+        self,
+        rows: RowLengths,
+        page_indices: Tensor,
+        wrappers: dict[AttentionShape, Any],
+        query_len: int | None,
+    ) -> None:
+        block_size, dtype = self.setup.block_size, self.setup.dtype
         before_last = (rows.num_pages - 1) * block_size
         last_page_len = torch.from_numpy((rows.keys - before_last).astype(np.int32))
         if self.setup.device_lengths:
@@ -216,7 +268,9 @@ class FlashInferBackend:
         bounds = batch.seq_lens_cpu_upper_bound
         keys, num_owned = queries.copy(), np.zeros_like(queries)
         if self.setup.device_lengths:
-            keys[: batch.num_reqs] = bounds
+            keys[: batch.num_reqs] = np.minimum(
+                -(-bounds // KEYS_AHEAD) * KEYS_AHEAD, self.max_pages * block_size
+            )
         else:
             contexts = np.array([row.num_computed for row in batch.plan_rows], dtype=np.int64)
             keys[: len(contexts)] += contexts  # rows of a dummy run have none
@@ -225,16 +279,20 @@ class FlashInferBackend:
         num_owned[: batch.num_reqs] = -(-bounds // block_size)
         return RowLengths(queries, keys, -(-keys // block_size), num_owned)
 
-    def _find_pages(self, rows: RowLengths, idx_mapping: Tensor) -> Tensor:
-        """The blocks of all rows, concatenated: [pages] int32."""
+    def _make_places(self, rows: RowLengths) -> PagePlaces:
         ends = rows.num_pages.cumsum()
-        numbers = np.stack((ends - rows.num_pages, ends, rows.num_owned))
-        first, end, num_owned = torch.from_numpy(numbers).to(self.setup.device)
+        numbers = torch.from_numpy(np.stack((ends - rows.num_pages, ends)))
+        first, end = numbers.to(self.setup.device)
         place = torch.arange(int(ends[-1]), device=self.setup.device)
         row = torch.searchsorted(end, place, right=True)
-        page = place - first[row]
-        owned = page < num_owned[row]
-        blocks = self.setup.slots.block_table[idx_mapping[row], torch.where(owned, page, 0)]
+        return PagePlaces(row, place - first[row])
+
+    def _find_pages(self, places: PagePlaces, rows: RowLengths, batch: InputBatch) -> Tensor:
+        """The blocks of all rows, concatenated: [pages] int32."""
+        row, page = places.row, places.page
+        owned = page < torch.from_numpy(rows.num_owned).to(self.setup.device)[row]
+        slot = batch.rows.idx_mapping[row]
+        blocks = self.setup.slots.block_table[slot, torch.where(owned, page, 0)]
         return torch.where(owned, blocks, NULL_BLOCK)
 
     def forward(

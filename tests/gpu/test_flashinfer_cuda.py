@@ -143,7 +143,7 @@ def test_a_prompt_alone() -> None:
 def test_a_graph_follows_its_plan(block_size: int, query_len: int, window: int | None) -> None:
     """Captured on padding, replayed on mixes of lengths: not a bit from what eager gives."""
     every = [Row(n, query_len, n % query_len) for n in CONTEXTS]
-    bench = Bench(every, block_size, query_len)
+    bench = Bench(list(every), block_size, query_len)
     num_reqs, shape, cache = bench.max_reqs, bench.shapes[window], bench.case.cache
     padded = (num_reqs, num_reqs * query_len, query_len)
     q = torch.zeros(num_reqs * query_len, 9, 64, dtype=DTYPE, device=DEVICE)
@@ -170,7 +170,7 @@ def test_a_graph_follows_its_plan(block_size: int, query_len: int, window: int |
 def test_a_plan_of_bounds_serves_lengths_of_the_device(block_size: int, window: int | None) -> None:
     """Draft decodes: one plan, captured and eager, for lengths that are up to 40 keys shorter."""
     every = [Row(n, 1) for n in CONTEXTS]
-    bench = Bench(every, block_size)
+    bench = Bench(list(every), block_size)
     backend = FlashInferBackend(replace(bench.setup, device_lengths=True, query_len=1))
     num_reqs, shape, cache = bench.max_reqs, bench.shapes[window], bench.case.cache
     q = torch.zeros(num_reqs, 9, 64, dtype=DTYPE, device=DEVICE)

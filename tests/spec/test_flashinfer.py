@@ -168,12 +168,13 @@ def test_graphs_are_those_that_it_declares(drafters: DrafterStore) -> None:
 
 @pytest.mark.parametrize("mode", ["full", "step"])
 @pytest.mark.usefixtures("_fake")
-def test_a_step_is_planned_once_for_the_target_and_once_for_all_draft_decodes(
+def test_a_step_is_planned_once_and_draft_decodes_when_a_row_outgrows_its_pages(
     drafters: DrafterStore, monkeypatch: Patch, mode: str
 ) -> None:
+    monkeypatch.setattr("stoop.attention.flashinfer.KEYS_AHEAD", 16)
     llm = make_spec_llm(drafters.get("eagle3-noisy"), 5, graph_mode=mode, **FLASHINFER)
     planned: list[list[bool]] = []
-    plan, prepare = FlashInferBackend._plan, llm.engine.runner.prepare
+    plan, prepare = FlashInferBackend._plan_wrappers, llm.engine.runner.prepare
 
     def counted(self: FlashInferBackend, *args: Any) -> None:
         planned[-1].append(self.setup.device_lengths)
@@ -183,17 +184,30 @@ def test_a_step_is_planned_once_for_the_target_and_once_for_all_draft_decodes(
         planned.append([])
         return prepare(step_plan)
 
-    monkeypatch.setattr(FlashInferBackend, "_plan", counted)
+    monkeypatch.setattr(FlashInferBackend, "_plan_wrappers", counted)
     monkeypatch.setattr(llm.engine.runner, "prepare", begin)
     run(llm, 5)
-    assert len(planned) > 5 and all(each == [False, True] for each in planned)
+    assert {tuple(each) for each in planned} == {(False,), (False, True)}
+
+
+class Older:
+    """A library of before `uniform_q_len`."""
+
+    def plan(self, qo_indptr: Any) -> None: ...
+
+
+@pytest.mark.usefixtures("_fake")
+def test_an_older_library_is_refused(checkpoints: CheckpointStore, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(fake_flashinfer, "BatchPrefillWithPagedKVCacheWrapper", Older)
+    with pytest.raises(ConfigError, match=r"needs FlashInfer 0\.7\.2\.post1 or newer"):
+        make_graph_llm(checkpoints.get("llama3", dtype="float64"), **FLASHINFER)
 
 
 class HostLengths(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
     """A library that attends by the lengths of the plan, not by those on the device."""
 
-    def plan(self, *args: Any, **options: Any) -> None:
-        super().plan(*args, **options)
+    def plan(self, *args: Any, uniform_q_len: int | None, **options: Any) -> None:
+        super().plan(*args, uniform_q_len=uniform_q_len, **options)
         self.buffers = [buffer.clone() for buffer in self.buffers]
 
 
@@ -242,8 +256,14 @@ def attend_to_the_bounds(patch: Patch) -> None:
     patch.setattr(DeviceLengths, "write", lambda self: None)
 
 
+def keep_every_plan(patch: Patch) -> None:
+    """A row has outgrown the pages of its plan."""
+    patch.setattr(np, "array_equal", lambda a, b: True)
+
+
 def plan_for_the_first_decode(patch: Patch) -> None:
     """Pages of the first draft decode's bounds serve all of a step."""
+    patch.setattr("stoop.attention.flashinfer.KEYS_AHEAD", 1)
     build = DraftDecodeLane._build_draft_attn_metadata
 
     def short(self: DraftDecodeLane, target: InputBatch, descriptor: Any, number: int) -> Any:
@@ -298,11 +318,11 @@ def leave_pages_unpadded(patch: Patch) -> None:
     """Pages of a larger batch remain after the pages of this one."""
     plan = FlashInferBackend._plan
 
-    def unpadded(self: FlashInferBackend, *args: Any) -> None:
-        whole = self.page_indices
-        self.page_indices = whole[:0]  # where padding is written
-        plan(self, *args)
-        self.page_indices = whole
+    def unpadded(self: FlashInferBackend, batch: InputBatch, *args: Any) -> None:
+        before = self.page_indices.clone()
+        plan(self, batch, *args)
+        end = int(self.page_indptr[batch.num_reqs_padded])
+        self.page_indices[end:] = before[end:]
 
     patch.setattr(FlashInferBackend, "_plan", unpadded)
 
@@ -317,6 +337,7 @@ class Mutant:
     mode: str
     by_drafts: bool = True  # answers or drafts differ, or an index is in no table
     buffer: str | None = None  # that the sanitizer must name
+    drafter: str = "eagle3-random"
 
 
 MUTANTS = [
@@ -326,7 +347,8 @@ MUTANTS = [
     Mutant("the same, in a step", skip_the_plan(True), "step", True, "draft query_indptr"),
     Mutant("lengths of the first decode", keep_the_first_lengths, "step", buffer="kv_cache 3"),
     Mutant("keys up to the bounds", attend_to_the_bounds, "none"),
-    Mutant("pages of the first decode", plan_for_the_first_decode, "step"),
+    Mutant("a plan that a row has outgrown", keep_every_plan, "step"),
+    Mutant("pages of the first decode", plan_for_the_first_decode, "step", drafter="eagle3-noisy"),
     Mutant("offsets unpadded", leave_before_last_unpadded, "full", buffer="draft before_last"),
     Mutant("keys cut at the limit", change_lengths(keys=cut_keys_at_the_limit), "full"),
     Mutant("a key too few", change_lengths(keys=count_a_key_less), "none"),
@@ -346,12 +368,12 @@ def test_mutant_is_caught(
 ) -> None:
     """By answers or drafts of its own, or an index that no table has; stale plans by name."""
     mutant.apply(monkeypatch)
-    drafter, options = drafters.get("eagle3-random"), {"graph_mode": mutant.mode, **FLASHINFER}
-    expected = eager("eagle3-random", NUM_TOKENS)
+    drafter, options = drafters.get(mutant.drafter), {"graph_mode": mutant.mode, **FLASHINFER}
+    expected = eager(mutant.drafter, NUM_TOKENS)
     try:
         trace = run(make_spec_llm(drafter, NUM_TOKENS, **options), NUM_TOKENS)
         caught = (trace.answers, trace.drafts) != (expected.answers, expected.drafts)
-    except (IndexError, RuntimeError):
+    except (IndexError, RuntimeError, AssertionError):
         caught = True
     assert caught == mutant.by_drafts
     if mutant.buffer is not None:

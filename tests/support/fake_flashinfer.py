@@ -109,6 +109,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """First and last query token of each, its pages and its number of keys."""
         queries, starts, pages, last = self.buffers
         for row, filled in enumerate(last.tolist()):
+            assert filled <= page_size, "keys past the last page of a row"
             mine = pages[starts[row] : starts[row + 1]].long()
             length = (len(mine) - 1) * page_size + filled
             yield int(queries[row]), int(queries[row + 1]), mine, length
