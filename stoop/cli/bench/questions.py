@@ -11,7 +11,7 @@ from stoop.cli.options import Command, Model, check_engine, engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
-from stoop.config.resolve import default_graph_mode
+from stoop.config.resolve import GRAPH_MODES, default_graph_mode
 from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 
@@ -246,6 +246,8 @@ def _choose_modes(model: str, text: str, engine: dict[str, Any]) -> list[str]:
     """Check the graph modes, with the other options of the engines; auto is replaced."""
     chosen = text.split(",")
     for mode in chosen:
+        if mode not in ("auto", *GRAPH_MODES):
+            raise ConfigError(f"--modes has {mode!r}: use auto, {', '.join(GRAPH_MODES)}")
         check_engine(model, _of_mode(mode, engine))
     from stoop.worker.device import find_device
 
