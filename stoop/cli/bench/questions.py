@@ -30,8 +30,13 @@ QuestionFiles = Annotated[
 AnsweredQuestions = Annotated[
     Path | None,
     typer.Option(
-        help=".jsonl file with question and answer fields (GSM8K's) or turns and reference fields"
+        help=".jsonl file with question and answer fields (GSM8K's) or turns and reference fields; "
+        "required"
     ),
+]
+Modes = Annotated[
+    str,
+    typer.Option(help=f"graph modes, separated by commas: auto, {', '.join(GRAPH_MODES)}"),
 ]
 NumQuestions = Annotated[
     int | None, typer.Option(min=1, help="use at most this many questions, the first ones")
@@ -193,7 +198,7 @@ def _load_tokenizer(model: str, engine: dict[str, Any]) -> "Tokenizer":
 def accuracy(
     model: Model = DEFAULT_MODEL,
     questions: AnsweredQuestions = None,
-    modes: Annotated[str, typer.Option(help="graph modes, separated by commas")] = "auto",
+    modes: Modes = "auto",
     num_questions: NumQuestions = None,
     max_tokens: MaxTokens = 256,
     shots: Shots = 0,
