@@ -7,22 +7,19 @@ one after another, since each may take most of the device's memory.
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoop.config.errors import ConfigError
+from stoop.bench.questions import Prompts, check_room
 from stoop.config.schema import Config
 from stoop.core.outputs import SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
-from stoop.text.prompts import Conversation, read_prompts
-from stoop.text.tokenizer import Tokenizer
 
 WARM_TOKENS = 16
 
-Questions = Mapping[str, list[list[int]]]  # by file name, the token ids of each question
 StartWith = Callable[[int, int], LLM]  # num_drafts (0: plain decoding), max_num_seqs
 Say = Callable[[str], None]
 
@@ -106,33 +103,8 @@ class AcceptanceReport:
     rows: list[Row]
 
 
-def read_questions(paths: Iterable[Path], limit: int | None) -> dict[str, list[Conversation]]:
-    """Read at most `limit` questions per file, evenly spaced, since files sort by category."""
-    found = {}
-    for path in paths:
-        every = read_prompts(path, "--questions")
-        count = min(limit or len(every), len(every))
-        found[str(path)] = [every[place * len(every) // count] for place in range(count)]
-    return found
-
-
-def encode_questions(
-    conversations: Mapping[str, list[Conversation]], tokenizer: Tokenizer, raw: bool
-) -> Questions:
-    """Encode questions with the chat template. raw: without it"""
-    if not raw and not tokenizer.has_chat_template:
-        raise ConfigError("the model has no chat template: add --raw to use questions as they are")
-
-    def encode(conversation: Conversation) -> list[int]:
-        if not raw:
-            return tokenizer.encode_chat(conversation)
-        return tokenizer.encode("\n\n".join(turn["content"] for turn in conversation))
-
-    return {name: [encode(each) for each in asked] for name, asked in conversations.items()}
-
-
 def measure_acceptance(
-    start: StartWith, questions: Questions, settings: AcceptanceSettings, say: Say
+    start: StartWith, questions: Prompts, settings: AcceptanceSettings, say: Say
 ) -> AcceptanceReport:
     """Measure all settings, one engine after another."""
     # Engines with drafters first, so that one that does not fit fails before any measurement.
@@ -148,7 +120,8 @@ def measure_acceptance(
     for number, (max_drafts, batch, counts) in enumerate(engines, start=1):
         llm = start(max_drafts, batch)
         config = config or llm.config
-        _check_room(llm.config, questions)
+        for name, prompts in questions.items():
+            check_room(llm.config, name, max(map(len, prompts)))
         _warm_up(llm, questions, settings)
         for place in itertools.product(questions, settings.temperatures, counts):
             runs[place] = _ask(llm, questions[place[0]], settings, *place[1:])
@@ -179,22 +152,11 @@ def _ask(
     return Run(SpecCounts.sum(outputs, num_drafts), len(outputs), num_tokens, seconds)
 
 
-def _warm_up(llm: LLM, questions: Questions, settings: AcceptanceSettings) -> None:
+def _warm_up(llm: LLM, questions: Prompts, settings: AcceptanceSettings) -> None:
     prompts = next(iter(questions.values()))[: llm.config.schedule.max_num_seqs]
     for temperature in settings.temperatures:
         params = settings.params(temperature, 0).replace(max_tokens=WARM_TOKENS)
         llm.generate(prompts, params, use_tqdm=False)
-
-
-def _check_room(config: Config, questions: Questions) -> None:
-    limit = config.schedule.max_model_len
-    for name, prompts in questions.items():
-        longest = max(len(prompt) for prompt in prompts)
-        if longest >= limit:
-            raise ConfigError(
-                f"--questions {name} has a question of {longest} tokens, and max_model_len={limit} "
-                "leaves no room for its answer: remove it or raise max_model_len"
-            )
 
 
 def _summary(place: tuple[str, float, int], run: Run) -> str:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 PromptFiles = Annotated[
     list[Path],
     typer.Option(
-        help="prompts for the target to answer: a .jsonl file with a prompt, text, instruction, "
-        "turns or messages field, or a text file with one prompt per line; may be repeated"
+        help="prompts for the target to answer: a .jsonl file with a prompt, text, question, "
+        "instruction, turns or messages field, or a text file with one prompt per line; may be "
+        "repeated"
     ),
 ]
 FreshData = Annotated[

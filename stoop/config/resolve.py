@@ -166,7 +166,7 @@ def _run_ahead(options: EngineOptions, device: str, backend: BackendTraits) -> i
 def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
     mode, sanitize = options.graph_mode, options.sanitize
     if mode == "auto":
-        mode = "none" if device == "cpu" else "step"
+        mode = default_graph_mode(device)
     if mode == "none" and (sanitize or options.capture_sizes is not None):
         raise ConfigError(
             "sanitize and capture_sizes apply to graphs, and graph_mode is none: choose a mode"
@@ -180,6 +180,11 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
             f"max_num_batched_tokens={max_tokens}, such as 1,2,4,8"
         )
     return GraphConfig(mode, sizes, sanitize)
+
+
+def default_graph_mode(device: str) -> str:
+    """What graph_mode="auto" means."""
+    return "none" if device == "cpu" else "step"
 
 
 def _capture_sizes(given: object) -> tuple[int, ...]:

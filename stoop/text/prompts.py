@@ -9,12 +9,40 @@ from stoop.config.errors import ConfigError
 
 Conversation = list[dict[str, str]]
 LAYOUTS = (
-    '{"prompt": ...}, {"text": ...}, {"instruction": ...}, {"turns": [...]}, {"messages": [...]}'
+    '{"prompt": ...}, {"text": ...}, {"question": ...}, {"instruction": ...}, {"turns": [...]}, '
+    '{"messages": [...]}'
 )
 
 
 def read_prompts(path: Path, flag: str = "--prompts") -> list[Conversation]:
     """Read a file with one JSON object per line (.jsonl, .json) or one text per line."""
+    if path.suffix in (".jsonl", ".json"):
+        return [parse_conversation(record, where) for where, record in read_records(path, flag)]
+    return [_user(line) for _, line in _read_lines(path, flag)]
+
+
+def read_records(path: Path, flag: str) -> list[tuple[str, Any]]:
+    """Read a file with one JSON value per line, each with its place in the file for messages."""
+    found = []
+    for number, line in _read_lines(path, flag):
+        where = f"{path}:{number}"
+        try:
+            found.append((where, json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} is not JSON ({error}): write one object a line") from None
+    return found
+
+
+def parse_conversation(record: Any, where: str) -> Conversation:
+    """Find the prompt in a record of any of the layouts."""
+    try:
+        return _conversation(record)
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise ConfigError(f"{where} has no prompt that stoop can read: use {LAYOUTS}") from None
+
+
+def _read_lines(path: Path, flag: str) -> list[tuple[int, str]]:
+    """Return the lines that are not blank, with their numbers."""
     try:
         # Not splitlines(): a prompt may hold characters that it takes for the end of a line.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -24,25 +52,10 @@ def read_prompts(path: Path, flag: str = "--prompts") -> list[Conversation]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            as_json = path.suffix in (".jsonl", ".json")
-            found.append(_parse(line, f"{path}:{number}") if as_json else _user(line))
+    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not found:
         raise ConfigError(f"{flag} {path} is empty: write a prompt a line")
     return found
-
-
-def _parse(line: str, where: str) -> Conversation:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON ({error}): write one object a line") from None
-    try:
-        return _conversation(record)
-    except (KeyError, IndexError, TypeError, AttributeError):
-        raise ConfigError(f"{where} has no prompt that stoop can read: use {LAYOUTS}") from None
 
 
 def _conversation(record: Mapping[str, Any]) -> Conversation:
@@ -56,7 +69,10 @@ def _conversation(record: Mapping[str, Any]) -> Conversation:
         return _user(record["turns"][0])
     if "instruction" in record:
         return _user("\n\n".join(filter(None, (record["instruction"], record.get("input")))))
-    return _user(record["prompt"] if "prompt" in record else record["text"])
+    for name in ("prompt", "text"):
+        if name in record:
+            return _user(record[name])
+    return _user(record["question"])
 
 
 def _user(text: str) -> Conversation:

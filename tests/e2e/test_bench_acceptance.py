@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stoop.bench.acceptance import encode_questions, read_questions
+from stoop.bench.questions import encode_questions, read_questions
 from stoop.text.tokenizer import Tokenizer
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'

@@ -48,6 +48,7 @@ def make(
     [
         ('{"prompt": "Hi"}', "Hi"),
         ('{"text": "Hi"}', "Hi"),
+        ('{"question": "Hi", "answer": "Ho"}', "Hi"),
         ('{"instruction": "Sum", "input": "1 2"}', "Sum\n\n1 2"),
         ('{"instruction": "Sum", "input": ""}', "Sum"),
         ('{"question_id": 1, "turns": ["Hi", "And now?"]}', "Hi"),

@@ -1,0 +1,15 @@
+"""`stoop bench`: benchmarks that print a table and a JSON line."""
+
+import typer
+
+from stoop.cli.bench.questions import acceptance, accuracy
+from stoop.cli.bench.speed import graphs, latency, spec, throughput
+from stoop.cli.bench.steps import peer, profile, step
+
+COMMANDS = (throughput, latency, step, profile, peer, graphs, spec, acceptance, accuracy)
+
+bench = typer.Typer(
+    help="Run a benchmark. The last line of its output is JSON.", no_args_is_help=True
+)
+for command in COMMANDS:
+    bench.command()(command)

@@ -1,0 +1,36 @@
+"""Arguments and checks that several benchmarks share."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stoop.config.errors import ConfigError
+
+OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens per request")]
+
+
+def parse_sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"{text!r}: use numbers of at least 1 separated by commas, such as 1,8")
+    return sizes
+
+
+def check_file(flag: str, path: Path | None, needs: str | None = None) -> None:
+    """Refuse early a file that cannot be written. needs: a library that writing requires"""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: its folder does not exist, create it first")
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder: give a file")
+    if path is not None and needs is not None and importlib.util.find_spec(needs) is None:
+        raise ConfigError(f"{flag} needs {needs}: pip install 'stoop[train]', or leave it out")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
