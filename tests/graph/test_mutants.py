@@ -4,62 +4,79 @@ Each mutant is caught by the equality of tokens with eager steps, by the sanitiz
 every stale read by the sanitizer, which names the buffer.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stoop.check.mutants.base import Mutant, applied
+from stoop.check.mutants.base import Mutant, Patch
 from stoop.check.mutants.graphs import MUTANTS
-from stoop.graph.sanitizer import SanitizerError
-from support.checkpoints import CheckpointStore
-from support.graph_workload import Answers, make_graph_llm, run
+from stoop.check.mutants.harness import Finding, Outcome, TinyEngines, healthy, run_mutant
+from stoop.graph.sanitizer import StaleRead
+from support.mutants import assert_caught, documented_rows, rows
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints: CheckpointStore) -> Path:
-    return checkpoints.get("llama3", dtype="float64")
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> Answers:
-    return run(make_graph_llm(folder))
-
-
-def failure(folder: Path, mutant: Mutant, expected: Answers, sanitize: bool) -> Exception | None:
-    """What went wrong with the mutant: an error, or answers that differ."""
-    options = {"graph_mode": mutant.mode, "attention_backend": mutant.backend}
-    try:
-        answers = run(make_graph_llm(folder, sanitize=sanitize, **options))
-    except (SanitizerError, RuntimeError, IndexError, AssertionError, ValueError) as error:
-        return error
-    return None if answers.token_ids == expected.token_ids else ValueError("other tokens")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> TinyEngines:
+    return TinyEngines(tmp_path_factory.mktemp("engines"))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.label)
-def test_mutant_is_caught(mutant: Mutant, folder: Path, expected: Answers) -> None:
-    with applied(mutant):
-        plain = failure(folder, mutant, expected, sanitize=False)
-        watched = failure(folder, mutant, expected, sanitize=True)
-    assert (plain is not None) == mutant.by_equality, plain
-    assert plain is not None or watched is not None
-    if mutant.by_sanitizer:
-        assert watched is not None
-    if mutant.buffer is not None:
-        assert isinstance(watched, SanitizerError), watched
-        assert getattr(watched, "buffer", None) == mutant.buffer, watched
-        assert f"`{mutant.buffer}`" in str(watched)
+def test_mutant_is_caught(mutant: Mutant, engines: TinyEngines) -> None:
+    assert_caught(run_mutant(mutant, engines))
 
 
-def test_the_same_engines_without_mutants_are_clean(folder: Path, expected: Answers) -> None:
-    for mode, backend in {(m.mode, m.backend) for m in MUTANTS}:
-        healthy = Mutant("none", lambda patch: None, mode, backend)
-        assert failure(folder, healthy, expected, sanitize=True) is None
+def test_the_same_engines_without_mutants_are_clean(engines: TinyEngines) -> None:
+    for mutant in {healthy(mutant).label: healthy(mutant) for mutant in MUTANTS}.values():
+        assert engines.run(mutant, sanitize=True).failed is False
 
 
 def test_the_documents_table_is_this_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text()
-    for mutant in MUTANTS:
-        named = f"`{mutant.buffer}`" if mutant.buffer else "yes"
-        sanitizer = named if mutant.by_sanitizer else "no"
-        equality = "yes" if mutant.by_equality else "no"
-        assert f"| {mutant.label} | {equality} | {sanitizer} |" in text
+    assert documented_rows(text, "| mutant | equality | sanitizer |") == rows(MUTANTS)
+
+
+# ---- what judges them ----
+
+STALE = Outcome(StaleRead("FULL", "slots", 1, 2))
+OTHER = Outcome(differs="other answers", max_builds=1)
+CLEAN = Outcome(max_builds=1)
+DECLARED = Mutant("made up", lambda patch: None, "full", buffer="slots")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "plain", "watched", "problem"),
+    [
+        (DECLARED, OTHER, STALE, None),
+        (DECLARED, CLEAN, STALE, "missed by equality"),
+        (DECLARED, OTHER, OTHER, "missed by the sanitizer"),
+        (replace(DECLARED, buffer="ids"), OTHER, STALE, "does not name `ids`"),
+        (replace(DECLARED, by_equality=False), OTHER, STALE, "caught by equality, which"),
+        (replace(DECLARED, refusal="try"), OTHER, STALE, "not refused with 'try'"),
+        (healthy(DECLARED), CLEAN, CLEAN, None),
+        (healthy(DECLARED), CLEAN, STALE, "caught by the sanitizer, which"),
+        (healthy(DECLARED), Outcome(max_builds=2), CLEAN, "2 builds of the target's metadata"),
+        (replace(healthy(DECLARED), by_builds=True), CLEAN, CLEAN, "1 builds of the target's"),
+    ],
+)
+def test_what_is_not_as_declared_is_a_problem(
+    mutant: Mutant, plain: Outcome, watched: Outcome, problem: str | None
+) -> None:
+    problems = Finding(mutant, plain, watched, exact=True).problems()
+    assert bool(problems) == (problem is not None)
+    assert problem is None or problem in problems[0] + problems[-1]
+
+
+def test_a_patch_restores_everything_last_one_first() -> None:
+    class Owner:
+        value = 1
+
+    instance = Owner()
+    with Patch() as patch:
+        patch.setattr(Owner, "value", 2)
+        patch.setattr(Owner, "value", 3)
+        patch.setattr(instance, "value", 4)
+        assert (Owner.value, instance.value) == (3, 4)
+        with pytest.raises(AttributeError, match="missing"):
+            patch.setattr(Owner, "missing", 5)
+    assert (Owner.value, instance.value) == (1, 1)

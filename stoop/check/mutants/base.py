@@ -1,5 +1,6 @@
 """What a mutant is: a bug, how it is put back into the engine, and what must catch it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,15 +36,32 @@ class Mutant:
     buffer: str | None = None  # that the sanitizer must name
     by_sanitizer: bool = True
     by_equality: bool = True  # of answers, and of drafts at every position, with eager steps
+    by_builds: bool = False  # by the number of times that a step builds the target's metadata
     refusal: str | None = None  # part of the error that refuses it, with or without the sanitizer
     mechanism: int | None = None  # of the five in docs/graphs.md
     report: int | None = None  # number of the vLLM pull request that mended this very bug
-    drafter: str | None = None  # None for a bug in the target's graphs; see workloads.py
+    drafter: str | None = None  # None for a bug in the target's graphs; see harness.py
     num_drafts: int = 0
+
+    # Outside the attention backend, so that it shows with any; on a GPU it runs with triton.
+    any_backend: bool = False
 
     @property
     def label(self) -> str:
         return f"{self.name} ({self.mode}, {self.backend})"
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """What catches it, for tables: the cells for equality and for the sanitizer."""
+        if self.refusal is not None:
+            return "refused", "refused"
+        named = f"`{self.buffer}`" if self.buffer is not None else "yes"
+        sanitizer = "no, but built twice" if self.by_builds else "no"
+        return "yes" if self.by_equality else "no", named if self.by_sanitizer else sanitizer
+
+
+DRAFTER, NUM_DRAFTS = "eagle3-noisy", 3
+draft_mutant = functools.partial(Mutant, drafter=DRAFTER, num_drafts=NUM_DRAFTS)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""Bugs in drafting.
+"""Bugs in draft prefill and draft decodes.
 
 Stale drafts leave answers right, so equality means that of drafts, position by position.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,42 +13,14 @@ import torch
 from stoop.attention.hostplan import HostPlanBackend
 from stoop.attention.reference import ReferenceBackend
 from stoop.batch.input_batch import InputBatch
-from stoop.check.mutants.base import Mutant, Patch
+from stoop.check.mutants.base import Patch, draft_mutant
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.manager import CudaGraphManager
-from stoop.graph.phases import Segment
-from stoop.model_state.default import DefaultModelState
 from stoop.ops import drafting
 from stoop.spec.base import Pass
 from stoop.spec.decode_lane import DraftDecodeLane
 from stoop.spec.eagle import EagleSpeculator
-from stoop.worker import executor
 from stoop.worker.executor import PhaseExecutor
-
-# ---- mechanism 1: the captured attention state ----
-
-
-def prefill_with_a_private_builder(patch: Patch) -> None:
-    """Draft prefill is captured against buffers that the target's builder does not refresh."""
-    capture = PhaseExecutor._capture
-
-    def private(self: PhaseExecutor, segment: Segment, descriptor: Any) -> None:
-        target = self.target.target  # type: ignore[attr-defined]
-        setup = target.model_state.setup
-        other = DefaultModelState(replace(setup, backend=HostPlanBackend(setup.backend.setup)))
-        with Patch() as inner:
-            if segment.name == "P":
-                inner.setattr(target, "model_state", other)
-            capture(self, segment, descriptor)
-
-    patch.setattr(PhaseExecutor, "_capture", private)
-
-
-def prefill_unguarded(patch: Patch) -> None:
-    """The same without the check that refuses it at capture."""
-    patch.setattr(executor, "_check_identity", lambda *args: None)
-    prefill_with_a_private_builder(patch)
-
 
 # ---- mechanism 2: metadata of each draft decode ----
 
@@ -286,27 +257,8 @@ def draft_after_rejected_tokens(patch: Patch) -> None:
     patch.setattr(drafting, "prepare_draft_prefill", careless)
 
 
-_draft = functools.partial(Mutant, drafter="eagle3-noisy", num_drafts=3)
-
 MUTANTS = (
-    _draft(
-        "prefill with a private builder",
-        prefill_with_a_private_builder,
-        "full",
-        "hostplan",
-        refusal="build both by one builder",
-        mechanism=1,
-        report=40410,
-    ),
-    _draft(
-        "prefill with a private builder, unguarded",
-        prefill_unguarded,
-        "full_decode_only",
-        "hostplan",
-        mechanism=1,
-        report=40410,
-    ),
-    _draft(
+    draft_mutant(
         "only the first decode planned",
         plan_only_the_first_decode,
         "full",
@@ -317,42 +269,67 @@ MUTANTS = (
         drafter="eagle-right",
         num_drafts=8,
     ),
-    _draft("plan not advanced", do_not_advance, "full", mechanism=2, report=38311),
-    _draft("plan not advanced", do_not_advance, "step", mechanism=2, report=38311),
-    _draft("inputs of the first decode for all", prepare_inputs_once, "full", mechanism=2),
-    _draft(
+    draft_mutant(
+        "plan not advanced",
+        do_not_advance,
+        "full",
+        mechanism=2,
+        report=38311,
+        buffer="draft features",
+    ),
+    draft_mutant(
+        "plan not advanced",
+        do_not_advance,
+        "step",
+        mechanism=2,
+        report=38311,
+        buffer="draft features",
+    ),
+    draft_mutant(
+        "inputs of the first decode for all",
+        prepare_inputs_once,
+        "full",
+        mechanism=2,
+        any_backend=True,
+        buffer="kv_cache 3",
+    ),
+    draft_mutant(
         "features unpadded",
         leave_features_unpadded,
         "full_decode_only",
         buffer="draft features",
         by_equality=False,
         mechanism=3,
+        any_backend=True,
     ),
-    _draft(
+    draft_mutant(
         "last indices unpadded",
         leave_unpadded("last_token_indices", "prefill"),
         "full",
         buffer="draft last_token_indices",
         mechanism=3,
         report=39773,
+        any_backend=True,
     ),
-    _draft(
+    draft_mutant(
         "ids unpadded",
         leave_unpadded("token_ids", "prefill"),
         "full",
         buffer="draft token_ids",
         by_equality=False,
         mechanism=3,
+        any_backend=True,
     ),
-    _draft(
+    draft_mutant(
         "slots unpadded",
         leave_unpadded("slot_mapping", "decode"),
         "full",
         buffer="draft slot_mapping",
         by_equality=False,
         mechanism=3,
+        any_backend=True,
     ),
-    _draft(
+    draft_mutant(
         "lengths unpadded",
         leave_unpadded("seq_lens", "decode"),
         "full",
@@ -361,7 +338,7 @@ MUTANTS = (
         by_equality=False,
         mechanism=3,
     ),
-    _draft(
+    draft_mutant(
         "offsets unpadded",
         leave_unpadded("query_start_loc", "decode"),
         "full",
@@ -369,11 +346,21 @@ MUTANTS = (
         buffer="draft query_start_loc",
         mechanism=3,
     ),
-    _draft(
-        "padding drafts for a live slot", let_padding_draft_for_slot_0, "full", by_sanitizer=False
+    draft_mutant(
+        "padding drafts for a live slot",
+        let_padding_draft_for_slot_0,
+        "full",
+        by_sanitizer=False,
+        any_backend=True,
     ),
-    _draft("KV of inactive rows", store_kv_of_inactive_rows, "full", by_sanitizer=False),
-    _draft(
+    draft_mutant(
+        "KV of inactive rows",
+        store_kv_of_inactive_rows,
+        "full",
+        by_sanitizer=False,
+        any_backend=True,
+    ),
+    draft_mutant(
         "shared warm-up and capture state",
         share_warm_up_state,
         "full",
@@ -382,7 +369,7 @@ MUTANTS = (
         report=42444,
         num_drafts=2,
     ),
-    _draft(
+    draft_mutant(
         "shared warm-up and capture state",
         share_step_state,
         "step",
@@ -391,7 +378,7 @@ MUTANTS = (
         report=42444,
         num_drafts=2,
     ),
-    _draft(
+    draft_mutant(
         "max_model_len at run time",
         walk_to_max_model_len,
         "full",
@@ -400,7 +387,7 @@ MUTANTS = (
         mechanism=5,
         report=43991,
     ),
-    _draft(
+    draft_mutant(
         "drafts forgotten in the bound",
         forget_the_drafts_in_the_bound,
         "full",
@@ -408,25 +395,38 @@ MUTANTS = (
         mechanism=5,
         drafter="eagle-right",
     ),
-    _draft(
+    draft_mutant(
         "a buffer that moved",
         move_the_features,
         "full_decode_only",
         buffer="draft features",
         mechanism=1,
+        any_backend=True,
     ),
-    _draft(
-        "a weight that moved", move_a_weight, "full", buffer="draft norm.weight", by_equality=False
+    draft_mutant(
+        "a weight that moved",
+        move_a_weight,
+        "full",
+        buffer="draft norm.weight",
+        by_equality=False,
+        any_backend=True,
     ),
-    _draft("ids not shifted", do_not_shift_the_ids, "full", by_sanitizer=False),
-    _draft(
+    draft_mutant(
+        "ids not shifted", do_not_shift_the_ids, "full", buffer="input_ids", any_backend=True
+    ),
+    draft_mutant(
         "a chunk's next token forgotten",
         forget_the_next_prompt_token,
         "full",
         by_sanitizer=False,
         num_drafts=5,
+        any_backend=True,
     ),
-    _draft(
-        "drafting after rejected tokens", draft_after_rejected_tokens, "full", by_sanitizer=False
+    draft_mutant(
+        "drafting after rejected tokens",
+        draft_after_rejected_tokens,
+        "full",
+        by_sanitizer=False,
+        any_backend=True,
     ),
 )
