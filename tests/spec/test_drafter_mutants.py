@@ -4,13 +4,16 @@ Stale drafts leave answers right, so equality here means equality of drafts with
 steps, place by place. Every stale read is caught by the sanitizer, which names the buffer.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stoop.check.mutants.base import Mutant, draft_mutant
+from stoop.check.mutants.base import Mutant, Patch, draft_mutant
 from stoop.check.mutants.harness import DRAFT_MUTANTS as MUTANTS
 from stoop.check.mutants.harness import TinyEngines, healthy, run_mutant
+from stoop.check.mutants.pieces import decode_in_pieces
+from stoop.spec.decode_lane import DraftDecodeLane
 from support import fake_flashinfer
 from support.mutants import assert_caught, documented_rows, rows
 
@@ -62,6 +65,18 @@ def test_metadata_of_the_target_is_built_once_a_step(
         fake_flashinfer.install(monkeypatch)
     outcome = engines.run(without_bug(mode, backend), sanitize=False)
     assert (outcome.failed, outcome.min_builds, outcome.max_builds) == (False, 1, 1)
+
+
+def test_pieces_that_pad_requests_too_are_clean(engines: TinyEngines) -> None:
+    """So it is the missing padding that the mutant is caught for, not pieces as such."""
+    padded = DraftDecodeLane._batch
+
+    def apply(patch: Patch) -> None:
+        decode_in_pieces(patch)
+        patch.setattr(DraftDecodeLane, "_batch", padded)
+
+    mutant = replace(without_bug("piecewise", "hostplan"), apply=apply)
+    assert run_mutant(mutant, engines).problems() == []
 
 
 def test_the_documents_table_is_this_one() -> None:

@@ -43,7 +43,7 @@ class Mutant:
     drafter: str | None = None  # None for a bug in the target's graphs; see harness.py
     num_drafts: int = 0
 
-    # Outside the attention backend, so that it shows with any; on a GPU it runs with triton.
+    # Not in an attention backend, and harmless to a GPU's context: it can run with triton there.
     any_backend: bool = False
 
     @property

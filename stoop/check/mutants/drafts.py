@@ -300,7 +300,6 @@ MUTANTS = (
         buffer="draft features",
         by_equality=False,
         mechanism=3,
-        any_backend=True,
     ),
     draft_mutant(
         "last indices unpadded",
@@ -309,7 +308,6 @@ MUTANTS = (
         buffer="draft last_token_indices",
         mechanism=3,
         report=39773,
-        any_backend=True,
     ),
     draft_mutant(
         "ids unpadded",
@@ -318,7 +316,6 @@ MUTANTS = (
         buffer="draft token_ids",
         by_equality=False,
         mechanism=3,
-        any_backend=True,
     ),
     draft_mutant(
         "slots unpadded",
@@ -351,14 +348,12 @@ MUTANTS = (
         let_padding_draft_for_slot_0,
         "full",
         by_sanitizer=False,
-        any_backend=True,
     ),
     draft_mutant(
         "KV of inactive rows",
         store_kv_of_inactive_rows,
         "full",
         by_sanitizer=False,
-        any_backend=True,
     ),
     draft_mutant(
         "shared warm-up and capture state",
@@ -411,22 +406,18 @@ MUTANTS = (
         by_equality=False,
         any_backend=True,
     ),
-    draft_mutant(
-        "ids not shifted", do_not_shift_the_ids, "full", buffer="input_ids", any_backend=True
-    ),
+    draft_mutant("ids not shifted", do_not_shift_the_ids, "full", buffer="input_ids"),
     draft_mutant(
         "a chunk's next token forgotten",
         forget_the_next_prompt_token,
         "full",
         by_sanitizer=False,
         num_drafts=5,
-        any_backend=True,
     ),
     draft_mutant(
         "drafting after rejected tokens",
         draft_after_rejected_tokens,
         "full",
         by_sanitizer=False,
-        any_backend=True,
     ),
 )
