@@ -65,6 +65,7 @@ class ReferenceBackend:
     name = "reference"
 
     def __init__(self, setup: AttentionSetup) -> None:
+        self.setup = setup
         self.block_size = setup.block_size
         self.block_table = setup.slots.block_table
         self.reads_lengths = setup.device.type == "cpu"

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stoop.bench import toy
 from stoop.bench.offline import Load, run
+from stoop.checkpoint import toy
 from stoop.llm import LLM
 
 Start = Callable[[str, dict[str, Any]], LLM]

@@ -1,5 +1,6 @@
 """`stoop check`: compare graph replay with eager execution."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import engine_flags
+from stoop.cli.options import engine_flags, flag_name
 from stoop.cli.progress import StageProgress
 from stoop.config.backends import backend_names
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import GRAPH_MODES
+from stoop.config.schema import EngineOptions
 
 FIXED = (
     "graph_mode",
@@ -26,6 +28,9 @@ FIXED = (
     "num_kv_blocks",
     "kv_cache_memory",
 )
+
+
+ALL_MODES = ",".join(GRAPH_MODES[1:])
 
 
 def _check_flags(command: Any) -> Any:
@@ -43,12 +48,21 @@ def check(
     modes: Annotated[
         str,
         typer.Option(help="graph modes to check, separated by commas", show_default="all"),
-    ] = ",".join(GRAPH_MODES[1:]),
+    ] = ALL_MODES,
     backends: Annotated[
         str,
         typer.Option(
             help="attention backends to check, separated by commas; default: all that run here"
         ),
+    ] = "",
+    mutants: Annotated[
+        bool,
+        typer.Option(
+            "--mutants", help="put past bugs back, one at a time, and see that each is caught"
+        ),
+    ] = False,
+    only: Annotated[
+        str, typer.Option(help="with --mutants: only those with this text in their name")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print only JSON, no table")] = False,
     engine: dict[str, Any] = {},  # noqa: B006
@@ -56,9 +70,16 @@ def check(
     """Check that every graph replay equals eager execution, bit for bit.
 
     Runs with the sanitizer on. With a drafter (-sc), its phases are checked too; for the tiny
-    model, its head may be "tiny" as well. The last line is JSON; the exit code is 1 if anything
-    differs.
+    model, its head may be "tiny" as well. With --mutants, past bugs are put back into tiny engines
+    instead, and each must be caught. The last line is JSON; the exit code is 1 if anything differs
+    or a bug is missed.
     """
+    if mutants:
+        _refuse_with_mutants(model, modes, backends, engine)
+        _check_mutants(only, engine["device"], as_json)
+        return
+    if only:
+        raise ConfigError(f"--only {only!r} chooses among mutants: add --mutants")
     chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
     chosen_backends = _chosen("--backends", backends, backend_names()) if backends else None
     from stoop.check.graphs import TINY, run_checks, tiny_model
@@ -73,6 +94,60 @@ def check(
     print(json.dumps({"cases": num_cases, "failed": len(failures), "failures": failures}))
     if failures:
         raise typer.Exit(1)
+
+
+def _refuse_with_mutants(model: str, modes: str, backends: str, engine: dict[str, Any]) -> None:
+    """Mutants have models, modes and backends of their own."""
+    pairs = {"MODEL": (model, "tiny"), "--modes": (modes, ALL_MODES), "--backends": (backends, "")}
+    changed = [name for name, (value, default) in pairs.items() if value != default]
+    for field in dataclasses.fields(EngineOptions):
+        if field.name != "device" and engine.get(field.name, field.default) != field.default:
+            changed.append(flag_name(field.name))
+    if changed:
+        raise ConfigError(f"--mutants has engines of its own: leave {', '.join(changed)} out")
+
+
+def _check_mutants(only: str, device: str, as_json: bool) -> None:
+    from stoop.check.mutants.harness import choose_mutants, run_mutants
+    from stoop.worker.device import find_device
+
+    where = find_device(device)
+    chosen = choose_mutants(only, where)
+    with StageProgress() as report:
+        findings = list(run_mutants(chosen, where, report))
+    if not as_json:
+        _print_mutants(findings)
+    failures = [f"{each.mutant.label}: {text}" for each in findings for text in each.problems()]
+    summary: dict[str, Any] = {"mutants": len(chosen), "failed": len(failures)}
+    summary["failures"] = failures
+    if as_json:
+        summary["findings"] = [each.record() for each in findings]
+    print(json.dumps(summary))
+    if failures:
+        raise typer.Exit(1)
+
+
+def _print_mutants(findings: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="bugs put back, and what caught them")
+    for column in ("in", "mutant", "report", "equality", "sanitizer", "result"):
+        table.add_column(column, no_wrap=column not in ("mutant", "sanitizer"))
+    for finding in findings:
+        mutant = finding.mutant
+        table.add_row(
+            "draft" if mutant.drafter else "target",
+            mutant.label,
+            str(mutant.report or ""),
+            *finding.cells,
+            "[red]FAILED[/red]" if finding.problems() else "[green]ok[/green]",
+        )
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        for problem in finding.problems():
+            console.print(f"{finding.mutant.label}: {problem}", style="red", markup=False)
 
 
 def _chosen(flag: str, text: str, known: Sequence[str]) -> list[str]:

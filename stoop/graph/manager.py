@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
+from stoop.graph.refusals import MissingGraph
 
 
 class Program(Protocol):
@@ -99,10 +100,16 @@ class CudaGraphManager:
         self, descriptor: BatchExecutionDescriptor, context: Any = None, part: str = ""
     ) -> None:
         """Replay the program. part: distinguishes several replays in a step, in messages"""
+        program = self._programs.get(descriptor)
+        if program is None:
+            raise MissingGraph(
+                f"{self.title or self.name} has no graph of {descriptor}: capture it for every "
+                "descriptor that batches are dispatched to"
+            )
         if self.watch is not None:
             label = f"{self.title}{part}, " if self.title else ""
             self.watch.check_reads((self.name, descriptor), f"{label}{descriptor}")
-        self._programs[descriptor].replay(context)
+        program.replay(context)
 
     def _run_watched(
         self, descriptor: BatchExecutionDescriptor, function: Callable[[], None]

@@ -5,12 +5,14 @@ A graph mode is a way of cutting the list: `cut` decides which phases form a seg
 the segment is captured as a graph.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from stoop.graph.buffers import Buffer, Lifetime
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
@@ -24,6 +26,8 @@ class AttentionState:
 
     batch: Any  # a padded view of the lane's input buffers
     metadata: Any
+    # Persistent buffers that the metadata's builder declares, by name. Metadata may hide them.
+    declared: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Lane(Protocol):

@@ -19,6 +19,10 @@ class CaptureError(RuntimeError):
     """The function does what a captured graph cannot do."""
 
 
+class MissingGraph(RuntimeError):
+    """A batch was sent to a graph that was not captured for it."""
+
+
 def refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:
     name, tags = base_name(func), func.tags
     if name in _SYNCS or torch.Tag.data_dependent_output in tags:

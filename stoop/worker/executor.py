@@ -18,7 +18,7 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape
 from stoop.graph.manager import CudaGraphManager, GraphBackend, GraphWatch
 from stoop.graph.phases import AttentionState, Lane, Phase, Segment, cut
-from stoop.graph.refusals import CaptureError
+from stoop.graph.refusals import CaptureError, MissingGraph
 from stoop.layers.stateful import BreakingContext, ForwardContext
 from stoop.sampling.sampler import SamplingNeeds
 from stoop.spec.base import Pass
@@ -135,6 +135,11 @@ class PhaseExecutor:
         for listener in self.on_replay:
             listener(segment.name, descriptor)
         if segment.lane is None:
+            if descriptor is not step.descriptor:
+                raise MissingGraph(
+                    f"{segment.title or segment.name} would replay {descriptor} for a batch of "
+                    f"{step.descriptor}: look every graph up by the batch's own descriptor"
+                )
             for phase in segment.phases:
                 if phase.lane is not None:
                     inside = _inside(descriptor)
@@ -246,8 +251,14 @@ class PhaseExecutor:
                 states[phase.lane] = phase.lane.capture_state(own)
         if segment.lane is None:  # last: its rows are those in the shared buffers
             states[None] = self.target.capture_state(descriptor)
-            if descriptor in self.attn_states:
-                _check_identity(segment, descriptor, self.attn_states[descriptor], states[None])
+            known = self.attn_states.get(descriptor)
+            if known is not None:
+                _check_identity(segment, descriptor, known, states[None])
+            elif all(phase.drafts for phase in segment.phases):
+                raise CaptureError(
+                    f"{segment.title or segment.name} of {descriptor} has no attention state of "
+                    "the target's to read: capture both for the same descriptors, the target first"
+                )
         return states
 
     def _run_captured(
@@ -298,8 +309,10 @@ def _check_identity(
     old: AttentionState,
     new: AttentionState,
 ) -> None:
-    own = _tensors(old.metadata)
-    for name, tensor in _tensors(new.metadata).items():
+    """Refuse tensors other than the target's: in metadata, and among the buffers that its builder
+    declares, since a backend may hide them in objects of its own."""
+    own = {**_tensors(old.metadata), **old.declared}
+    for name, tensor in (_tensors(new.metadata) | {**new.declared}).items():
         if name not in own or tensor.data_ptr() != own[name].data_ptr():
             raise CaptureError(
                 f"{segment.title or segment.name} of {descriptor} would read another `{name}` than "

@@ -196,7 +196,10 @@ class TargetLane:
         num_reqs = 1 if descriptor.num_reqs is None else descriptor.num_reqs
         batch = target.buffers.load_rows([], num_reqs, descriptor.num_tokens, descriptor.query_len)
         target.inputs()
-        return AttentionState(batch, target.model_state.prepare_attn(batch, for_capture=True))
+        state = target.model_state
+        metadata = state.prepare_attn(batch, for_capture=True)
+        declared = {buffer.name: buffer.tensor for buffer in state.metadata_buffers()}
+        return AttentionState(batch, metadata, declared)
 
     def context(self, metadata: Any) -> ForwardContext:
         return self.target.model_state.context(metadata)

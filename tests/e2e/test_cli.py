@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from stoop import LLM, __version__
+from stoop.check.mutants import harness
+from stoop.check.mutants.base import Mutant
 from stoop.cli.main import main
 from support.terminal import Terminal
 
@@ -177,6 +179,65 @@ def test_check_proves_the_graphs_of_a_head() -> None:
     done = run("check", "--modes", "step", "--backends", "reference", "-sc", head)
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["cases"] == 25
+
+
+def check_mutants(monkeypatch: pytest.MonkeyPatch, *args: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["stoop", "check", "--mutants", "--device", "cpu", *args])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return left.value.code
+
+
+def test_check_puts_bugs_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert check_mutants(monkeypatch, "--only", "Index pointers") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if "index pointers unpadded (full, hostplan)" in line)
+    assert "`page_indptr`" in row and "ok" in row
+    assert json.loads(lines[-1]) == {"mutants": 1, "failed": 0, "failures": []}
+
+
+def test_check_fails_when_a_bug_is_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mutant that says it would be caught, and is not."""
+    monkeypatch.setattr(harness, "MUTANTS", (Mutant("harmless", lambda patch: None, "full"),))
+    assert check_mutants(monkeypatch, "--json") == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert (record["mutants"], record["failed"]) == (1, 2)
+    assert record["failures"] == [
+        "harmless (full, reference): missed by equality",
+        "harmless (full, reference): missed by the sanitizer",
+    ]
+    assert [found["mutant"] for found in record["findings"]] == ["no bug", "harmless"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--only", "no such"], "--only 'no such' is in no mutant's name: use part of one of"),
+        (["--modes", "full", "--dtype", "float32"], "leave --modes, --dtype out"),
+        (["smollm2-135m"], "--mutants has engines of its own: leave MODEL out"),
+        (["--only", "flash"], "--only 'flash' is in no mutant's name"),
+    ],
+)
+def test_check_refuses_what_mutants_have_not(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    message: str,
+) -> None:
+    assert check_mutants(monkeypatch, *args) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_only_needs_mutants() -> None:
+    done = run("check", "--only", "padding")
+    assert done.returncode != 0
+    assert "--only 'padding' chooses among mutants: add --mutants" in done.stderr
 
 
 def test_check_fails_when_a_graph_is_wrong() -> None:

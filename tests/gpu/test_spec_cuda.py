@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from stoop.check.workloads import GREEDY, SEEDED
 from stoop.graph.descriptor import RunMode
 from support.device_waits import forbid_waits
-from support.drafters import GREEDY, MODES, SEEDED, DrafterStore, make_spec_llm, run
+from support.drafters import MODES, DrafterStore, make_spec_llm, run
 
 pytestmark = [
     pytest.mark.gpu,

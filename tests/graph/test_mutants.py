@@ -1,341 +1,82 @@
-"""Past bugs, put back one at a time: each must be caught.
+"""Bugs put back into the target's graphs, one at a time: each must be caught.
 
 Each mutant is caught by the equality of tokens with eager steps, by the sanitizer, or by both;
 every stale read by the sanitizer, which names the buffer.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from stoop.attention import reference
-from stoop.attention.hostplan import HostPlanBackend
-from stoop.batch.input_batch import InputBatch, InputBuffers
-from stoop.core.step import PlannedRow
-from stoop.graph.descriptor import BatchExecutionDescriptor
-from stoop.graph.dispatch import BatchShape, Dispatcher
-from stoop.graph.manager import CudaGraphManager
-from stoop.graph.phases import Segment
-from stoop.graph.sanitizer import SanitizerError
-from stoop.ops import inputs as input_ops
-from stoop.ops import rope
-from stoop.spec.base import Pass
-from stoop.worker.executor import PhaseExecutor
-from stoop.worker.target import Target, TargetLane
-from support.checkpoints import CheckpointStore
-from support.graph_workload import Answers, make_graph_llm, run
-
-Patch = pytest.MonkeyPatch
-
-
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    apply: Callable[[Patch], None]
-    mode: str
-    backend: str = "reference"
-    buffer: str | None = None  # that the sanitizer must name
-    by_sanitizer: bool = True
-    by_equality: bool = True
-
-
-# ---- the bugs ----
-
-
-def share_warm_up_state(patch: Patch) -> None:
-    """Mechanism 4: what warm-up planned is not planned again inside the graph."""
-    capture = CudaGraphManager.capture
-
-    def shared(self: CudaGraphManager, descriptor: Any, prepare: Any, run: Any) -> Any:
-        state = prepare()
-        return capture(self, descriptor, lambda: state, run)
-
-    patch.setattr(CudaGraphManager, "capture", shared)
-
-
-def skip_the_rebuild(patch: Patch) -> None:
-    """Mechanisms 1 and 2: the plan of the capture serves every replay."""
-    plan = HostPlanBackend._plan
-    seen: set[int] = set()
-
-    def stale(self: HostPlanBackend, batch: InputBatch, max_seq_len: int) -> None:
-        if not batch.num_reqs or id(self) not in seen:
-            seen.add(id(self))
-            plan(self, batch, max_seq_len)
-
-    patch.setattr(HostPlanBackend, "_plan", stale)
-
-
-def leave_index_pointers_unpadded(patch: Patch) -> None:
-    """Mechanism 3: the tail keeps what a larger batch left."""
-    copy_in = HostPlanBackend._plan
-
-    def unpadded(self: HostPlanBackend, batch: InputBatch, max_seq_len: int) -> None:
-        tail = self.page_indptr[batch.num_reqs + 1 :].clone()
-        copy_in(self, batch, max_seq_len)
-        self.page_indptr[batch.num_reqs + 1 :] = tail
-
-    patch.setattr(HostPlanBackend, "_plan", unpadded)
-
-
-def leave_row(name: str) -> Callable[[Patch], None]:
-    """Mechanism 3 for one of the step's buffers: only live rows are written."""
-
-    def apply(patch: Patch) -> None:
-        prepare = input_ops.prepare_inputs
-
-        def unpadded(slots: Any, rows: Any, out: Any, block_size: int) -> None:
-            target = getattr(out, name)
-            live = int((rows.idx_mapping >= 0).sum())
-            count = live if target.shape[0] == rows.idx_mapping.shape[0] else None
-            end = count if count is not None else int(rows.query_start_loc[-1])
-            tail = target[end:].clone()
-            prepare(slots, rows, out, block_size)
-            target[end:] = tail
-
-        patch.setattr("stoop.batch.input_batch.prepare_inputs", unpadded)
-
-    apply.__name__ = f"leave_{name}_unpadded"
-    return apply
-
-
-def leave_idx_mapping_unpadded(patch: Patch) -> None:
-    load = InputBuffers.load_rows
-
-    def unpadded(self: InputBuffers, rows: list[PlannedRow], *sizes: int | None) -> InputBatch:
-        tail = self.rows.idx_mapping[len(rows) :].clone()
-        batch = load(self, rows, *sizes)
-        if rows:
-            self.rows.idx_mapping[len(rows) :] = tail
-        return batch
-
-    patch.setattr(InputBuffers, "load_rows", unpadded)
-
-
-def pass_max_model_len(patch: Patch) -> None:
-    """Mechanism 5: the model's limit, not the batch's bound, to a backend that walks it."""
-    build = HostPlanBackend.build
-
-    def wide(self: HostPlanBackend, batch: InputBatch, for_capture: bool = False) -> Any:
-        bounds = np.full_like(batch.seq_lens_cpu_upper_bound, self.setup.max_model_len)
-        return build(self, replace(batch, seq_lens_cpu_upper_bound=bounds), for_capture)
-
-    patch.setattr(HostPlanBackend, "build", wide)
-
-
-def bake_the_plan(patch: Patch) -> None:
-    """A host value in the graph: the plan is made by Python while capturing, not by the graph."""
-    patch.setattr(reference, "plan_tiles", _python_plan)
-
-
-def _python_plan(*args: Any) -> None:
-    _, context_lens, seq_lens, row_slots, table, _, dtype, window, handle = args
-    owner = reference._BACKENDS[handle]
-    lengths = reference.Lengths(np.array([1]), np.array([0]), np.array([1]))
-    rows = reference.RowState(context_lens, seq_lens, row_slots, table)
-    planner = reference._Planner(lengths, rows, owner.block_size, window)
-    owner.plans[window] = planner.tiles(dtype)
-
-
-def after_capture(patch: Patch, change: Callable[[Target], None]) -> None:
-    """Changes the target once all graphs are captured."""
-    capture = PhaseExecutor.capture
-
-    def changed(self: PhaseExecutor, report: Any = None) -> None:
-        capture(self, report)
-        assert isinstance(self.target, TargetLane)
-        change(self.target.target)
-
-    patch.setattr(PhaseExecutor, "capture", changed)
-
-
-def reallocate_a_buffer(patch: Patch) -> None:
-    """After capture the step writes a new tensor; the graph goes on reading the old one."""
-
-    def move(target: Target) -> None:
-        step = target.buffers.step
-        target.buffers.step = replace(step, slot_mapping=step.slot_mapping.clone())
-
-    after_capture(patch, move)
-
-
-def move_a_weight(patch: Patch) -> None:
-    """A weight is loaded again after capture: graphs go on with the old one."""
-
-    def move(target: Target) -> None:
-        weight = target.model.norm.weight
-        weight.data = weight.data.clone()
-
-    after_capture(patch, move)
-
-
-def store_dead_tokens(patch: Patch) -> None:
-    """A padded row writes its KV into block 0."""
-
-    @attention_base_register("store_kv_unmasked")
-    def store(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
-        for part, fresh in zip(cache.flatten(1, 2), (k, v), strict=True):
-            part.index_copy_(0, slot_mapping.clamp(min=0), fresh)
-
-    patch.setattr(rope, "store_kv", store)
-
-
-_registered: dict[str, Any] = {}
-
-
-def attention_base_register(name: str) -> Any:
-    """Register an operation once a session."""
-    from stoop.ops.library import register
-
-    def decorate(function: Any) -> Any:
-        if name not in _registered:
-            schema = f"{name}(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping) -> ()"
-            _registered[name] = register(schema)(function)
-        return _registered[name]
-
-    return decorate
-
-
-def alias_live_slot(patch: Patch) -> None:
-    """Padding points at a live slot instead of at nothing."""
-    prepare = input_ops.prepare_inputs
-
-    def aliased(slots: Any, rows: Any, out: Any, block_size: int) -> None:
-        prepare(slots, rows, out, block_size)
-        first = out.slot_mapping[:1].clamp(min=0)
-        out.slot_mapping.copy_(torch.where(out.slot_mapping < 0, first, out.slot_mapping))
-
-    patch.setattr("stoop.batch.input_batch.prepare_inputs", aliased)
-
-
-def choose_a_smaller_graph(patch: Patch) -> None:
-    dispatch = Dispatcher.dispatch
-
-    def smaller(self: Dispatcher, shape: BatchShape) -> BatchExecutionDescriptor:
-        if shape.decode and shape.num_reqs > 2:
-            shape = replace(shape, num_reqs=2, num_tokens=2)
-        return dispatch(self, shape)
-
-    patch.setattr(Dispatcher, "dispatch", smaller)
-
-
-def bake_the_length_of_history(patch: Patch) -> None:
-    """The captured sampler sees as much history as the batch of the capture had: none."""
-    verify = Target.verify
-
-    def baked(self: Target, run: Pass) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            if not run.batch.plan_rows:
-                inner.setattr(self, "max_model_len", 1)
-            verify(self, run)
-
-    patch.setattr(Target, "verify", baked)
-
-
-def forget_the_update(patch: Patch) -> None:
-    """The graph of a step lacks a phase that eager steps have."""
-    run = PhaseExecutor._run_captured
-
-    def without(self: PhaseExecutor, manager: Any, segment: Segment, *rest: Any) -> None:
-        kept = tuple(phase for phase in segment.phases if phase.name != "U")
-        run(self, manager, replace(segment, phases=kept), *rest)
-
-    patch.setattr(PhaseExecutor, "_run_captured", without)
-
-
-MUTANTS = [
-    Mutant("shared warm-up and capture state", share_warm_up_state, "full", buffer="plan_version"),
-    Mutant("the same in a step graph", share_warm_up_state, "step", buffer="plan_version"),
-    Mutant("plan not refreshed", skip_the_rebuild, "full", "hostplan", "page_indptr"),
-    Mutant("the same, piecewise", skip_the_rebuild, "piecewise", "hostplan", "page_indptr"),
-    Mutant(
-        "index pointers unpadded",
-        leave_index_pointers_unpadded,
-        "full",
-        "hostplan",
-        "page_indptr",
-        by_equality=False,
-    ),
-    Mutant("slots unpadded", leave_row("slot_mapping"), "full", buffer="slot_mapping"),
-    Mutant("ids unpadded", leave_row("input_ids"), "full", buffer="input_ids", by_equality=False),
-    Mutant(
-        "positions unpadded", leave_row("positions"), "full", buffer="positions", by_equality=False
-    ),
-    Mutant(
-        "lengths unpadded",
-        leave_row("seq_lens"),
-        "full_and_piecewise",
-        "hostplan",
-        "seq_lens",
-        by_equality=False,
-    ),
-    # Such a row has no query tokens, but sets back the counters of the slot that it names.
-    Mutant("rows unpadded", leave_idx_mapping_unpadded, "step", buffer="idx_mapping"),
-    Mutant("max_model_len at run time", pass_max_model_len, "full", "hostplan", by_equality=False),
-    Mutant("a plan made by the host", bake_the_plan, "full"),  # its tensors escape the capture
-    Mutant("a buffer that moved", reallocate_a_buffer, "full", buffer="slot_mapping"),
-    Mutant("a weight that moved", move_a_weight, "full", buffer="norm.weight", by_equality=False),
-    Mutant("dead tokens stored in block 0", store_dead_tokens, "full", by_equality=False),
-    Mutant("padding aliases a live slot", alias_live_slot, "full", buffer="slot_mapping"),
-    Mutant("a graph too small", choose_a_smaller_graph, "full_decode_only"),
-    Mutant("a baked length of history", bake_the_length_of_history, "step"),
-    Mutant("a phase missing in the graph", forget_the_update, "step"),
-]
+from stoop.check.mutants.base import Mutant, Patch
+from stoop.check.mutants.graphs import MUTANTS
+from stoop.check.mutants.harness import Finding, Outcome, TinyEngines, healthy, run_mutant
+from stoop.graph.sanitizer import StaleRead
+from support.mutants import assert_caught, documented_rows, rows
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints: CheckpointStore) -> Path:
-    return checkpoints.get("llama3", dtype="float64")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> TinyEngines:
+    return TinyEngines(tmp_path_factory.mktemp("engines"))
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> Answers:
-    return run(make_graph_llm(folder))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.label)
+def test_mutant_is_caught(mutant: Mutant, engines: TinyEngines) -> None:
+    assert_caught(run_mutant(mutant, engines))
 
 
-def failure(folder: Path, mutant: Mutant, expected: Answers, sanitize: bool) -> Exception | None:
-    """What went wrong with the mutant: an error, or answers that differ."""
-    options = {"graph_mode": mutant.mode, "attention_backend": mutant.backend}
-    try:
-        answers = run(make_graph_llm(folder, sanitize=sanitize, **options))
-    except (SanitizerError, RuntimeError, IndexError, AssertionError, ValueError) as error:
-        return error
-    return None if answers.token_ids == expected.token_ids else ValueError("other tokens")
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutant_is_caught(
-    mutant: Mutant, folder: Path, expected: Answers, monkeypatch: Patch
-) -> None:
-    mutant.apply(monkeypatch)
-    plain = failure(folder, mutant, expected, sanitize=False)
-    watched = failure(folder, mutant, expected, sanitize=True)
-    assert (plain is not None) == mutant.by_equality, plain
-    assert plain is not None or watched is not None
-    if mutant.by_sanitizer:
-        assert watched is not None
-    if mutant.buffer is not None:
-        assert isinstance(watched, SanitizerError), watched
-        assert getattr(watched, "buffer", None) == mutant.buffer, watched
-        assert f"`{mutant.buffer}`" in str(watched)
-
-
-def test_the_same_engines_without_mutants_are_clean(folder: Path, expected: Answers) -> None:
-    for mode, backend in {(m.mode, m.backend) for m in MUTANTS}:
-        healthy = Mutant("none", lambda patch: None, mode, backend)
-        assert failure(folder, healthy, expected, sanitize=True) is None
+def test_the_same_engines_without_mutants_are_clean(engines: TinyEngines) -> None:
+    for mutant in {healthy(mutant).label: healthy(mutant) for mutant in MUTANTS}.values():
+        assert engines.run(mutant, sanitize=True).failed is False
 
 
 def test_the_documents_table_is_this_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text()
-    for mutant in MUTANTS:
-        named = f"`{mutant.buffer}`" if mutant.buffer else "yes"
-        sanitizer = named if mutant.by_sanitizer else "no"
-        equality = "yes" if mutant.by_equality else "no"
-        label = f"{mutant.name} ({mutant.mode}, {mutant.backend})"
-        assert f"| {label} | {equality} | {sanitizer} |" in text
+    assert documented_rows(text, "| mutant | equality | sanitizer |") == rows(MUTANTS)
+
+
+# ---- what judges them ----
+
+STALE = Outcome(StaleRead("FULL", "slots", 1, 2))
+OTHER = Outcome(differs="other answers", max_builds=1)
+CLEAN = Outcome(max_builds=1)
+DECLARED = Mutant("made up", lambda patch: None, "full", buffer="slots")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "plain", "watched", "problem"),
+    [
+        (DECLARED, OTHER, STALE, None),
+        (DECLARED, CLEAN, STALE, "missed by equality"),
+        (DECLARED, OTHER, OTHER, "missed by the sanitizer"),
+        (replace(DECLARED, buffer="ids"), OTHER, STALE, "does not name `ids`"),
+        (replace(DECLARED, by_equality=False), OTHER, STALE, "caught by equality, which"),
+        (replace(DECLARED, refusal="try"), OTHER, STALE, "not refused with 'try'"),
+        (healthy(DECLARED), CLEAN, CLEAN, None),
+        (healthy(DECLARED), CLEAN, STALE, "caught by the sanitizer, which"),
+        (healthy(DECLARED), Outcome(max_builds=2), CLEAN, "2 builds of the target's metadata"),
+        (replace(healthy(DECLARED), by_builds=True), CLEAN, CLEAN, "1 builds of the target's"),
+    ],
+)
+def test_what_is_not_as_declared_is_a_problem(
+    mutant: Mutant, plain: Outcome, watched: Outcome, problem: str | None
+) -> None:
+    problems = Finding(mutant, plain, watched, exact=True).problems()
+    assert bool(problems) == (problem is not None)
+    assert problem is None or problem in problems[0] + problems[-1]
+
+
+def test_a_patch_restores_everything_last_one_first() -> None:
+    class Owner:
+        value = 1
+
+    instance = Owner()
+    with Patch() as patch:
+        patch.setattr(Owner, "value", 2)
+        patch.setattr(Owner, "value", 3)
+        patch.setattr(instance, "value", 4)
+        assert (Owner.value, instance.value) == (3, 4)
+        with pytest.raises(AttributeError, match="missing"):
+            patch.setattr(Owner, "missing", 5)
+    assert (Owner.value, instance.value) == (1, 1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stoop import LLM, SamplingParams
-from stoop.bench.toy import write_head, write_target
 from stoop.checkpoint import shipped
+from stoop.checkpoint.toy import write_head, write_target
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import make_options
 from stoop.engine import choose_drafter as chooser

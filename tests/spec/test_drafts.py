@@ -9,21 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoop import LLM
-from stoop.bench import toy
+from stoop.check.workloads import GREEDY, SEEDED, Trace, watch_drafts
+from stoop.checkpoint import toy
 from stoop.checkpoint.weights import WeightReader
 from stoop.graph.descriptor import RunMode
 from stoop.models.head_source import stored_names
 from stoop.spec.eagle import EagleSpeculator
-from support.drafters import (
-    GREEDY,
-    SEEDED,
-    DrafterStore,
-    Trace,
-    make_spec_llm,
-    prompts,
-    run,
-    watch_drafts,
-)
+from support.drafters import DrafterStore, make_spec_llm, prompts, run
 from support.reference_drafter import ReferenceDrafter, TargetReference
 
 HEADS = ("eagle-random", "eagle3-random", "eagle3-variant", "eagle-noisy", "eagle3-noisy")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from stoop import LLM
-from stoop.bench import toy
+from stoop.check.workloads import GREEDY, Trace
+from stoop.checkpoint import toy
 from stoop.scheduler.block_pool import NULL_BLOCK
-from support.drafters import GREEDY, DrafterStore, Trace, make_spec_llm, pairwise, run
+from support.drafters import DrafterStore, make_spec_llm, pairwise, run
 
 DRAFTERS = ("eagle-noisy", "eagle3-some", "eagle3-variant", "ngram-right")
 KS = (0, 1, 4)

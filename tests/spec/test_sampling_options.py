@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from stoop import LLM, SamplingParams
-from stoop.bench import toy
+from stoop.checkpoint import toy
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput
 from stoop.graph.descriptor import RunMode
 from stoop.sampling.sampler import Positions, Sampler

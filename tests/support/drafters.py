@@ -1,9 +1,4 @@
-"""Targets with drafters of every quality, and one workload that they all run.
-
-The workload has arrivals while others run, finishes, preemption (too few blocks), chunked prompts,
-prefix cache hits, requests with their own number of drafts, requests that end at max_model_len, and
-greedy and seeded sampling.
-"""
+"""Targets with drafters of every quality, and one workload that they all run."""
 
 import json
 import random
@@ -16,27 +11,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stoop import LLM, SamplingParams
-from stoop.bench import toy
-from stoop.core.outputs import RequestOutput
-from stoop.core.step import StepPlan
-from stoop.worker.output import LaunchedStep
+from stoop import LLM
+from stoop.check.mutants.harness import HEAD_NOISE
+from stoop.check.workloads import DRAFT_LENGTHS, Trace, answer_arrivals, random_prompts
+from stoop.check.workloads import DRAFT_SETTINGS as SETTINGS
+from stoop.checkpoint import toy
 from support.checkpoints import CheckpointStore
 from support.engines import make_llm
 
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 BACKENDS = ("reference", "hostplan")
 KS = (1, 2, 3, 5, 8)
-
-MAX_LEN = 72
-SETTINGS: dict[str, Any] = {
-    "max_model_len": MAX_LEN,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 40,
-    "block_size": 8,
-    "num_kv_blocks": 16,  # too few for four long ones: some are preempted
-    "capture_sizes": "1,2,4,40",
-}
 
 RANDOM_HEAD: dict[str, Any] = {
     "hidden_size": 64,
@@ -82,9 +67,6 @@ DRAFTERS = (
 )
 
 
-NOISE = {"eagle": 0.15, "eagle3": 0.0008}
-
-
 class DrafterStore:
     """Made on first use, once a session."""
 
@@ -111,7 +93,7 @@ class DrafterStore:
 
     def _toy_head(self, name: str, method: str, quality: str) -> Path:
         knows = frozenset(t for t in range(toy.SIZE) if t % 7) if quality == "some" else None
-        noise = NOISE[method] if quality == "noisy" else 0.0
+        noise = HEAD_NOISE[method] if quality == "noisy" else 0.0
         return toy.write_head(self.root / name, method, knows, noise)
 
     def _random_head(self, name: str, method: str, quality: str) -> Path:
@@ -190,23 +172,6 @@ def random_head_tensors(
 
 # ---- the workload ----
 
-GREEDY = SamplingParams(temperature=0, max_tokens=23, ignore_eos=True)
-SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=23, ignore_eos=True)
-PENALISED = SEEDED.replace(
-    top_p=0.95, frequency_penalty=0.3, repetition_penalty=1.1, seed=12, logit_bias={3: 1.0}
-)
-
-
-@dataclass
-class Trace:
-    """What an engine did: answers, and the drafts after each number of known tokens."""
-
-    answers: list[list[int]] = field(default_factory=list)
-    finish_reasons: list[str | None] = field(default_factory=list)
-    drafts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    per_position: list[int] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-
 
 def make_spec_llm(
     drafter: Drafter, num_tokens: int, spec: dict[str, Any] | None = None, **options: Any
@@ -217,79 +182,13 @@ def make_spec_llm(
     return make_llm(drafter.target, **SETTINGS | options)
 
 
-def watch_drafts(llm: LLM, trace: Trace) -> None:
-    """Record the drafts after the known tokens of every request, after each step."""
-    runner = llm.engine.runner
-    launch = runner.launch
-
-    def spy(plan: StepPlan) -> LaunchedStep:
-        launched = launch(plan)
-        slots = runner.target.state.tensors
-        for row in plan.rows:
-            known, count = int(slots.num_tokens[row.slot]), int(slots.num_drafts[row.slot])
-            drafts = slots.token_ids[row.slot, known : known + count].tolist()
-            if row.samples:
-                trace.drafts[row.request_id, known] = drafts
-            else:
-                assert drafts == [], "a chunk drafts nothing"
-        return launched
-
-    runner.launch = spy  # type: ignore[method-assign]
-
-
 def prompts(vocab_size: int) -> list[list[int]]:
-    source = random.Random(7)
-    lengths = (1, 7, 8, 9, 45, 16, 33)
-    return [[source.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-def requests(num_tokens: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Every kind of request; `num_tokens` 0 for an engine that does not draft."""
-    every = prompts(vocab_size)
-    shared = every[5] + every[6][:8]  # two blocks that others start with
-    lower = {"num_speculative_tokens": num_tokens // 2} if num_tokens else {}
-    none = {"num_speculative_tokens": 0} if num_tokens else {}
-    return [
-        (every[0], GREEDY),
-        (every[4], GREEDY.replace(max_tokens=None)),  # to max_model_len
-        (every[1], SEEDED),
-        (every[2], PENALISED),
-        (every[3], GREEDY.replace(**lower)),
-        (shared, SEEDED.replace(seed=5, **none)),
-        ([*shared, 9], GREEDY.replace(max_tokens=5)),
-        (every[6], SEEDED.replace(seed=6, max_tokens=None)),
-        ([*shared[:16], 1, 2], PENALISED.replace(seed=9, max_tokens=2)),
-        (shared, GREEDY.replace(max_tokens=1)),
-    ]
+    return random_prompts(DRAFT_LENGTHS, vocab_size)
 
 
 def run(llm: LLM, num_tokens: int) -> Trace:
     """Requests arrive while others run; then some of them once more, for the prefix cache."""
-    trace = Trace()
-    watch_drafts(llm, trace)
-    every = requests(num_tokens, min(llm.config.model.vocab_size, toy.SIZE))
-    outputs: dict[str, RequestOutput] = {}
-    pending = list(enumerate(every))
-    step = 0
-    while pending or llm.engine.has_work:
-        while pending and (step % 3 == 0 or not llm.engine.has_work):
-            number, (prompt, params) = pending.pop(0)
-            llm.engine.add_request(f"r{number}", prompt, params)
-            if number >= 2:
-                break
-        for output in llm.engine.step():
-            if output.finished:
-                outputs[output.request_id] = output
-        step += 1
-    again = (4, 5, 7)
-    answers = llm.generate([every[n][0] for n in again], [every[n][1] for n in again])
-    outputs |= {f"again{n}": answer for n, answer in zip(again, answers, strict=True)}
-    for name in sorted(outputs):
-        trace.answers.append(list(outputs[name].outputs[0].token_ids))
-        trace.finish_reasons.append(outputs[name].outputs[0].finish_reason)
-    trace.metrics = llm.metrics()
-    trace.per_position = trace.metrics["spec_decode_num_accepted_tokens_per_pos"]
-    return trace
+    return answer_arrivals(llm, num_tokens, min(llm.config.model.vocab_size, toy.SIZE))
 
 
 def pairwise(*dimensions: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

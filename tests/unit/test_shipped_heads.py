@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 import ship_head
-from stoop.bench.toy import write_target
 from stoop.checkpoint import shipped
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.fingerprint import take_fingerprint
 from stoop.checkpoint.shipped import SHIPPED, acceptance_lengths, shipped_head
+from stoop.checkpoint.toy import write_target
 from stoop.checkpoint.weights import WeightReader
 from stoop.models.decoder_gguf import LAYER_NAMES, OUTER_NAMES
 

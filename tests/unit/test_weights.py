@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoop import LLM, SamplingParams
-from stoop.bench import toy
+from stoop.checkpoint import toy
 from stoop.config.schema import DeviceConfig
 from stoop.layers.embedding import Embedding, OutputHead
 from stoop.layers.linear import FusedLinear

@@ -1,0 +1,1 @@
+"""Past bugs that can be put back one at a time, to see what catches each."""

@@ -1,0 +1,245 @@
+"""Runs mutants on tiny engines, and says what caught each."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoop.check.graphs import TINY_CONFIG
+from stoop.check.mutants import drafts, graphs, pieces, prefill
+from stoop.check.mutants.base import DRAFTER, NUM_DRAFTS, Mutant, Patch, applied
+from stoop.check.steps import watch_steps
+from stoop.check.workloads import (
+    DRAFT_SETTINGS,
+    TARGET_SETTINGS,
+    Trace,
+    answer_arrivals,
+    answer_batches,
+)
+from stoop.checkpoint import toy
+from stoop.config.backends import serving_backends
+from stoop.config.errors import ConfigError
+from stoop.core.report import Report
+from stoop.graph.sanitizer import SanitizerError
+from stoop.llm import LLM
+
+DRAFT_MUTANTS = (*prefill.MUTANTS, *drafts.MUTANTS, *pieces.MUTANTS)
+MUTANTS = (*graphs.MUTANTS, *DRAFT_MUTANTS)
+# How strongly attention perturbs a head named "noisy": its drafts are right or wrong depending on
+# its KV. One named "right" always is.
+HEAD_NOISE = {"eagle": 0.15, "eagle3": 0.0008}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    error: Exception | None = None
+    differs: str | None = None  # from eager steps without the bug
+    min_builds: int = 0  # of the target's metadata: the fewest in any step
+    max_builds: int = 0  # the most
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or self.differs is not None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a mutant did, without the sanitizer and with it."""
+
+    mutant: Mutant
+    plain: Outcome
+    watched: Outcome
+    exact: bool  # in float64: whether equality tells a bug from rounding
+
+    @property
+    def buffer(self) -> str | None:
+        """The buffer that the sanitizer named."""
+        return getattr(self.watched.error, "buffer", None)
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """What caught it, as in `Mutant.cells`."""
+        if self.mutant.refusal is not None and self.plain.error is not None:
+            return "refused", "refused"
+        equality = ("yes" if self.plain.failed else "no") if self.exact else "-"
+        sanitizer = "no, but built twice" if self.plain.max_builds == 2 else "no"
+        if self.watched.error is not None:
+            sanitizer = f"`{self.buffer}`" if self.buffer is not None else "yes"
+        return equality, sanitizer
+
+    def problems(self) -> list[str]:
+        """What is not as the mutant declares."""
+        mutant, found = self.mutant, []
+        if self.exact and self.plain.failed != mutant.by_equality:
+            found.append(_wrongly("equality", self.plain.failed, self.plain))
+        if (self.watched.error is not None) != mutant.by_sanitizer:
+            found.append(_wrongly("the sanitizer", not mutant.by_sanitizer, self.watched))
+        if mutant.buffer is not None and not self._names(mutant.buffer):
+            found.append(f"the sanitizer does not name `{mutant.buffer}`: {self.watched.error!r}")
+        for error in (self.plain.error, self.watched.error):
+            if mutant.refusal is not None and mutant.refusal not in str(error):
+                found.append(f"not refused with {mutant.refusal!r}: {error!r}")
+        if not self.plain.failed and (self.plain.max_builds > 1) != mutant.by_builds:
+            found.append(f"{self.plain.max_builds} builds of the target's metadata in a step")
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        mutant = self.mutant
+        equality, sanitizer = self.cells
+        return {
+            "mutant": mutant.name,
+            "drafts": mutant.drafter is not None,
+            "mode": mutant.mode,
+            "backend": mutant.backend,
+            "mechanism": mutant.mechanism,
+            "report": mutant.report,
+            "equality": equality,
+            "sanitizer": sanitizer,
+            "builds": self.plain.max_builds,
+            "messages": [str(o.error or o.differs) for o in (self.plain, self.watched) if o.failed],
+        }
+
+    def _names(self, buffer: str) -> bool:
+        error = self.watched.error
+        named = isinstance(error, SanitizerError) and self.buffer == buffer
+        return named and f"`{buffer}`" in str(error)
+
+
+def _wrongly(how: str, caught: bool, outcome: Outcome) -> str:
+    reason = repr(outcome.error) if outcome.error is not None else outcome.differs
+    return f"caught by {how}, which it should not be: {reason}" if caught else f"missed by {how}"
+
+
+class TinyEngines:
+    """Tiny models and heads, made in a folder on first use, and engines of them."""
+
+    def __init__(self, root: Path, device: str = "cpu") -> None:
+        self.root = root
+        self.device = device
+        self.exact = device == "cpu"  # in lower precision, a logit's last bits depend on the batch
+        self._expected: dict[tuple[str | None, int], Trace] = {}
+
+    def expected(self, mutant: Mutant) -> Trace:
+        """What eager steps do without the bug."""
+        key = (mutant.drafter, mutant.num_drafts)
+        if key not in self._expected:
+            options = {"graph_mode": "none", "attention_backend": "reference"}
+            self._expected[key] = self._answer(self._make(mutant, **options), mutant)
+        return self._expected[key]
+
+    def run(self, mutant: Mutant, *, sanitize: bool) -> Outcome:
+        """Run the workload with the engine as it is now; see `applied`."""
+        expected = self.expected(mutant)
+        options = {"graph_mode": mutant.mode, "attention_backend": mutant.backend}
+        try:
+            llm = self._make(mutant, sanitize=sanitize, **options)
+            with watch_steps(llm) as steps:
+                trace = self._answer(llm, mutant)
+        except Exception as error:  # a stale graph may fail in any way
+            return Outcome(error)
+        differs = None
+        if trace.answers != expected.answers:
+            differs = "other answers"
+        elif trace.drafts != expected.drafts:
+            differs = "other drafts"
+        builds = [step.target_builds for step in steps]
+        return Outcome(None, differs, min(builds), max(builds))
+
+    def _make(self, mutant: Mutant, **options: Any) -> LLM:
+        settings = DRAFT_SETTINGS if mutant.drafter else TARGET_SETTINGS
+        options = {**settings, "skip_tokenizer_init": True, "device": self.device, **options}
+        options["dtype"] = "float64" if self.exact else "float32"  # kernels have no float64
+        if options["graph_mode"] == "none":
+            del options["capture_sizes"]
+        if mutant.drafter is None:
+            return LLM(self._tiny(), load_format="dummy", speculative_config=None, **options)
+        options["speculative_config"] = {
+            "method": mutant.drafter.partition("-")[0],
+            "model": self._head(mutant.drafter),
+            "num_speculative_tokens": mutant.num_drafts,
+        }
+        return LLM(self._toy(), **options)
+
+    def _answer(self, llm: LLM, mutant: Mutant) -> Trace:
+        if mutant.drafter is not None:
+            return answer_arrivals(llm, mutant.num_drafts, toy.SIZE)
+        return Trace([list(answer.token_ids) for answer in answer_batches(llm)])
+
+    def _tiny(self) -> str:
+        folder = self.root / "tiny"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+        return str(folder)
+
+    def _toy(self) -> str:
+        folder = self.root / "toy"
+        return str(folder if folder.exists() else toy.write_target(folder))
+
+    def _head(self, name: str) -> str:
+        folder = self.root / name
+        method, _, quality = name.partition("-")
+        noise = HEAD_NOISE[method] if quality == "noisy" else 0.0
+        return str(folder if folder.exists() else toy.write_head(folder, method, noise=noise))
+
+
+def choose_mutants(only: str, device: str) -> list[Mutant]:
+    """The mutants that can run on a device and have `only` in their name."""
+    chosen = [mutant for mutant in MUTANTS if only.lower() in mutant.name.lower()]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(mutant.name for mutant in MUTANTS))
+        raise ConfigError(f"--only {only!r} is in no mutant's name: use part of one of {names}")
+    if device == "cpu":
+        serving = serving_backends("cpu", "float64", [toy.SIZE // toy.HEADS])
+        chosen = [mutant for mutant in chosen if mutant.backend in serving]
+    else:
+        chosen = [replace(mutant, backend="triton") for mutant in chosen if mutant.any_backend]
+    if not chosen:
+        raise ConfigError(f"--only {only!r}: none of these mutants runs on {device}: use another")
+    return chosen
+
+
+def healthy(mutant: Mutant) -> Mutant:
+    """The same engine without a bug: nothing may be caught."""
+    return Mutant(
+        "no bug",
+        _change_nothing,
+        mutant.mode,
+        mutant.backend,
+        by_sanitizer=False,
+        by_equality=False,
+        drafter=mutant.drafter and DRAFTER,
+        num_drafts=mutant.num_drafts and NUM_DRAFTS,
+    )
+
+
+def _change_nothing(patch: Patch) -> None:
+    pass
+
+
+def run_mutants(mutants: Sequence[Mutant], device: str, report: Report) -> Iterator[Finding]:
+    """Yield findings: of healthy engines with the options of each mutant first."""
+    torch.set_num_threads(1)  # more threads only slow down such small models
+    controls = dict.fromkeys(healthy(mutant) for mutant in mutants)
+    every = [*controls, *mutants]
+    with tempfile.TemporaryDirectory() as root:
+        engines = TinyEngines(Path(root), device)
+        for done, mutant in enumerate(every):
+            report(f"running {len(mutants)} mutants", done, len(every))
+            yield run_mutant(mutant, engines)
+
+
+def run_mutant(mutant: Mutant, engines: TinyEngines) -> Finding:
+    """Run a mutant without and with the sanitizer."""
+    engines.expected(mutant)
+    with applied(mutant):
+        plain = engines.run(mutant, sanitize=False)
+        watched = engines.run(mutant, sanitize=True)
+    return Finding(mutant, plain, watched, engines.exact)
