@@ -81,7 +81,7 @@ class PagePlaces:
     page: Tensor  # [pages] int64
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptPlan:
     """The last plan of a graph of draft decodes.
 
@@ -91,6 +91,8 @@ class KeptPlan:
     num_pages: np.ndarray  # [rows] int64
     places: PagePlaces
     values: list[Tensor]  # of `_small_buffers`
+    owners: tuple[tuple[int, ...], bytes]  # requests, and how many blocks each has
+    page_indices: Tensor  # [pages] int32: their blocks
 
 
 class FlashInferBackend:
@@ -211,22 +213,27 @@ class FlashInferBackend:
         rows = self._lengths(batch, query_len)
         if query_len is not None:
             self.page_indices[: batch.num_reqs_padded * self.max_pages].fill_(NULL_BLOCK)
+        owners = tuple(row.epoch for row in batch.plan_rows), rows.num_owned.tobytes()
         kept = self.kept.get(id(wrappers))
         if kept is None or not np.array_equal(kept.num_pages, rows.num_pages):
-            places = self._make_places(rows)
-            self._plan_wrappers(rows, self._find_pages(places, rows, batch), wrappers, query_len)
+            places, num_owned = self._make_places(rows)
+            page_indices = self._find_pages(places, num_owned, batch)
+            self._plan_wrappers(rows, page_indices, wrappers, query_len)
             if self.setup.device_lengths and query_len is not None:
-                self.kept[id(wrappers)] = self._keep(rows, places)
+                values = [each.clone() for each in self._small_buffers()]
+                self.kept[id(wrappers)] = KeptPlan(
+                    rows.num_pages, places, values, owners, page_indices
+                )
             return
-        torch._foreach_copy_(self._small_buffers(), kept.values)
-        page_indices = self._find_pages(kept.places, rows, batch)
-        self.page_indices[: page_indices.shape[0]] = page_indices
+        if kept.owners != owners:
+            num_owned = torch.from_numpy(rows.num_owned).to(self.setup.device)
+            kept.page_indices = self._find_pages(kept.places, num_owned, batch)
+            kept.owners = owners
+        pages = self.page_indices[: kept.page_indices.shape[0]]
+        torch._foreach_copy_([*self._small_buffers(), pages], [*kept.values, kept.page_indices])
 
     def _small_buffers(self) -> list[Tensor]:
         return [self.query_indptr, self.page_indptr, self.last_page_len, self.before_last]
-
-    def _keep(self, rows: RowLengths, places: PagePlaces) -> KeptPlan:
-        return KeptPlan(rows.num_pages, places, [each.clone() for each in self._small_buffers()])
 
     def _plan_wrappers(
         self,
@@ -279,18 +286,19 @@ class FlashInferBackend:
         num_owned[: batch.num_reqs] = -(-bounds // block_size)
         return RowLengths(queries, keys, -(-keys // block_size), num_owned)
 
-    def _make_places(self, rows: RowLengths) -> PagePlaces:
+    def _make_places(self, rows: RowLengths) -> tuple[PagePlaces, Tensor]:
+        """Also the number of pages that each row owns, on the device."""
         ends = rows.num_pages.cumsum()
-        numbers = torch.from_numpy(np.stack((ends - rows.num_pages, ends)))
-        first, end = numbers.to(self.setup.device)
+        numbers = torch.from_numpy(np.stack((ends - rows.num_pages, ends, rows.num_owned)))
+        first, end, num_owned = numbers.to(self.setup.device)
         place = torch.arange(int(ends[-1]), device=self.setup.device)
         row = torch.searchsorted(end, place, right=True)
-        return PagePlaces(row, place - first[row])
+        return PagePlaces(row, place - first[row]), num_owned
 
-    def _find_pages(self, places: PagePlaces, rows: RowLengths, batch: InputBatch) -> Tensor:
+    def _find_pages(self, places: PagePlaces, num_owned: Tensor, batch: InputBatch) -> Tensor:
         """The blocks of all rows, concatenated: [pages] int32."""
         row, page = places.row, places.page
-        owned = page < torch.from_numpy(rows.num_owned).to(self.setup.device)[row]
+        owned = page < num_owned[row]
         slot = batch.rows.idx_mapping[row]
         blocks = self.setup.slots.block_table[slot, torch.where(owned, page, 0)]
         return torch.where(owned, blocks, NULL_BLOCK)

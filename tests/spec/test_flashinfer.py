@@ -261,6 +261,17 @@ def keep_every_plan(patch: Patch) -> None:
     patch.setattr(np, "array_equal", lambda a, b: True)
 
 
+def keep_the_blocks(patch: Patch) -> None:
+    """A row has got another block, or its slot another request."""
+    find = FlashInferBackend._find_pages
+
+    def stale(self: FlashInferBackend, places: Any, num_owned: Any, batch: InputBatch) -> Any:
+        kept = [plan for plan in self.kept.values() if plan.places is places]
+        return kept[0].page_indices if kept else find(self, places, num_owned, batch)
+
+    patch.setattr(FlashInferBackend, "_find_pages", stale)
+
+
 def plan_for_the_first_decode(patch: Patch) -> None:
     """Pages of the first draft decode's bounds serve all of a step."""
     patch.setattr("stoop.attention.flashinfer.KEYS_AHEAD", 1)
@@ -348,6 +359,7 @@ MUTANTS = [
     Mutant("lengths of the first decode", keep_the_first_lengths, "step", buffer="kv_cache 3"),
     Mutant("keys up to the bounds", attend_to_the_bounds, "none"),
     Mutant("a plan that a row has outgrown", keep_every_plan, "step"),
+    Mutant("a plan with blocks of before", keep_the_blocks, "step"),
     Mutant("pages of the first decode", plan_for_the_first_decode, "step", drafter="eagle3-noisy"),
     Mutant("offsets unpadded", leave_before_last_unpadded, "full", buffer="draft before_last"),
     Mutant("keys cut at the limit", change_lengths(keys=cut_keys_at_the_limit), "full"),
