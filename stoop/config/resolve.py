@@ -6,7 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoop.config.backends import AUTO, BackendTraits, backend_names, choose_backend
+from stoop.config.backends import (
+    AUTO,
+    BackendTraits,
+    backend_names,
+    choose_backend,
+    needs_zeroed_blocks,
+)
 from stoop.config.errors import ConfigError
 from stoop.config.options import translate
 from stoop.config.schema import (
@@ -105,7 +111,7 @@ def resolve(
         model=model,
         load=LoadConfig(folder, options.load_format == "dummy", options.seed),
         device=types,
-        cache=_cache(options),
+        cache=_cache(options, zero_new_blocks=needs_zeroed_blocks(backend)),
         schedule=schedule,
         attention_backend=backend.name,
         graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
@@ -127,7 +133,7 @@ def _device(options: EngineOptions, model: ModelSpec, device: str) -> DeviceConf
     return DeviceConfig(device, dtype, weight_dtype, kv_dtype)
 
 
-def _cache(options: EngineOptions) -> CacheConfig:
+def _cache(options: EngineOptions, zero_new_blocks: bool) -> CacheConfig:
     size = _integer("block_size", options.block_size, least=1, most=MAX_BLOCK_SIZE)
     if size & (size - 1):
         raise ConfigError(f"block_size={size}: use a power of two, such as 16")
@@ -144,6 +150,7 @@ def _cache(options: EngineOptions) -> CacheConfig:
         gpu_memory_utilization=float(share),
         kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
         enable_prefix_caching=options.enable_prefix_caching,
+        zero_new_blocks=zero_new_blocks,
     )
 
 

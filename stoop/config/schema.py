@@ -96,6 +96,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None  # bytes
     enable_prefix_caching: bool = True
+    zero_new_blocks: bool = False  # zero each block when a request gets it, before it is used
 
 
 @dataclass(frozen=True)
