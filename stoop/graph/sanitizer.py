@@ -67,9 +67,9 @@ class UnwrittenRead(SanitizerError):
     def __init__(self, reader: str, buffer: str, step: int) -> None:
         self.buffer = buffer
         super().__init__(
-            f"{reader}: `{buffer}` has NaN in step {step}: a layer read KV or state that nothing has "
-            "written (a backend that reads masked values must declare zeroed_cache), or the model's "
-            "own values overflow"
+            f"{reader}: `{buffer}` has NaN in step {step}: a layer read KV or state that nothing "
+            "has written (a backend that reads masked values must declare zeroed_cache), or the "
+            "model's own values overflow"
         )
 
 
