@@ -82,8 +82,10 @@ def _usage(error: Any) -> str:
     missing = wrong and type(error).__name__ == "NoSuchOption"
     advice = _vllm_advice(wrong) if missing else ""
     if wrong and (close is not None or advice):
-        near = f": did you mean {' or '.join(sorted(close))}?" if close else ""
-        text = f"there is no option {wrong}{advice or near}"
+        # Stoop's own names come before vLLM's.
+        near = sorted(name for name in close or () if not _vllm_advice(name)) or sorted(close or ())
+        meant = f": did you mean {' or '.join(near)}?" if near else ""
+        text = f"there is no option {wrong}{advice or meant}"
     else:
         text = error.format_message().rstrip(".")
         text = text[0].lower() + text[1:]
