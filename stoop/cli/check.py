@@ -25,6 +25,7 @@ FIXED = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "capture_sizes",
+    "max_capture_size",
     "num_kv_blocks",
     "kv_cache_memory",
 )
@@ -80,7 +81,7 @@ def check(
         return
     if only:
         raise ConfigError(f"--only {only!r} chooses among mutants: add --mutants")
-    chosen_modes = _chosen("--modes", modes, GRAPH_MODES[1:])
+    chosen_modes = _chosen("--modes", modes.lower(), GRAPH_MODES[1:])
     chosen_backends = _chosen("--backends", backends, backend_names()) if backends else None
     from stoop.check.graphs import TINY, run_checks, tiny_model
 

@@ -12,6 +12,19 @@ LOWER = (
     "--max-model-len or the KV cache (--kv-cache-memory, --gpu-memory-utilization)"
 )
 
+# vLLM's flags for graphs that a command, or every command, lacks. Of a short option that does not
+# exist, only the first letter is known: `-c` is the start of `-cc.cudagraph_mode=FULL`.
+GRAPH_FLAGS = {
+    "enforce_eager": "use --graph-mode none",
+    "cudagraph_mode": "use --graph-mode",
+    "compilation_config": "use --graph-mode",
+    "c": "use --graph-mode, or -cc with JSON where --help lists it",
+    "O": "stoop compiles nothing but graphs, so leave it out or use --graph-mode",
+    "cudagraph_capture_sizes": "use --capture-sizes with commas, such as 1,2,4",
+    "cuda_graph_sizes": "use --capture-sizes with commas, such as 1,2,4",
+    "max_cudagraph_capture_size": "use --max-capture-size",
+}
+
 
 def explain(error: Exception) -> str | None:
     """Return the message to print, or None for a bug in stoop, which needs its traceback."""
@@ -53,8 +66,8 @@ def _size(text: str) -> str:
 def _vllm_advice(option: str) -> str:
     """Say what to do about a vLLM flag that stoop lacks."""
     name = option.lstrip("-").replace("-", "_")
-    if name == "enforce_eager":
-        return ": use --graph-mode none"
+    if name in GRAPH_FLAGS:
+        return f": {GRAPH_FLAGS[name]}"
     found = ENGINE_ARGS.get(name)
     if found is None:
         return ""
@@ -64,11 +77,15 @@ def _vllm_advice(option: str) -> str:
 def _usage(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())
-    wrong = getattr(error, "option_name", None)
+    wrong = getattr(error, "option_name", None) or ""
     close = getattr(error, "possibilities", None)
-    if wrong and close is not None:
-        advice = f": did you mean {' or '.join(sorted(close))}?" if close else ""
-        text = f"there is no option {wrong}{_vllm_advice(wrong) or advice}"
+    missing = wrong and type(error).__name__ == "NoSuchOption"
+    advice = _vllm_advice(wrong) if missing else ""
+    if wrong and (close is not None or advice):
+        # Stoop's own names come before vLLM's.
+        near = sorted(name for name in close or () if not _vllm_advice(name)) or sorted(close or ())
+        meant = f": did you mean {' or '.join(near)}?" if near else ""
+        text = f"there is no option {wrong}{advice or meant}"
     else:
         text = error.format_message().rstrip(".")
         text = text[0].lower() + text[1:]

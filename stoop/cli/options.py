@@ -46,6 +46,25 @@ SAMPLING_HELP = {
 }
 
 
+# Name, type, default and help of flags that vLLM's users know; `translate` takes them.
+VLLM_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
+    ("enforce_eager", bool, False, "the same as --graph-mode none"),
+    (
+        "cudagraph_mode",
+        str | None,
+        None,
+        "the same as --graph-mode, for the modes that vLLM has, such as FULL_AND_PIECEWISE",
+    ),
+    (
+        "compilation_config",
+        str | None,
+        None,
+        "JSON, of which cudagraph_mode, cudagraph_capture_sizes and max_cudagraph_capture_size "
+        "count",
+    ),
+)
+
+
 def engine_flags(command: Command, without: tuple[str, ...] = ()) -> Command:
     """Add a flag for every field of `EngineOptions`; the command gets them as `engine`."""
     fields = [f for f in dataclasses.fields(EngineOptions) if f.name not in ("model", *without)]
@@ -54,7 +73,19 @@ def engine_flags(command: Command, without: tuple[str, ...] = ()) -> Command:
         _parameter("engine", f.name, _flag_type(hints[f.name]), f.default, f.metadata["help"])
         for f in fields
     ]
-    return _gather(command, "engine", parameters, dict)
+    if "graph_mode" not in without:
+        parameters += [_vllm_flag(name, *rest) for name, *rest in VLLM_FLAGS]
+    return _gather(command, "engine", parameters, _engine_options)
+
+
+def _vllm_flag(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
+    return _parameter("engine", name, kind, default, text, panel="names from vLLM")
+
+
+def _engine_options(values: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's names only if they were used."""
+    unused = {name for name, _, default, _ in VLLM_FLAGS if values.get(name) == default}
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 def text_engine_flags(command: Command) -> Command:
@@ -117,17 +148,26 @@ def _flag_type(hint: Any) -> Any:
 
 # Both groups have a seed; --seed is the request's.
 _OTHER_FLAGS = {("engine", "seed"): "--engine-seed", ("sampling", "n"): "-n"}
-_SHORT_FLAGS = {("engine", "speculative_config"): "-sc"}
+_SHORT_FLAGS = {
+    ("engine", "speculative_config"): "-sc",
+    ("engine", "compilation_config"): "-cc",
+}
 
 
 def _parameter(
-    bundle: str, name: str, kind: Any, default: Any, text: str, hidden: bool = False
+    bundle: str,
+    name: str,
+    kind: Any,
+    default: Any,
+    text: str,
+    hidden: bool = False,
+    panel: str | None = None,
 ) -> inspect.Parameter:
     """Make a flag whose parameter name starts with its bundle, so that bundles do not clash."""
     names = [_OTHER_FLAGS.get((bundle, name), flag_name(name))]
     if (bundle, name) in _SHORT_FLAGS:
         names.insert(0, _SHORT_FLAGS[bundle, name])
-    panel = f"{bundle} options"
+    panel = panel or f"{bundle} options"
     made = make_flag(name, kind, default, text, panel=panel, names=names, hidden=hidden)
     return made.replace(name=f"{bundle}_{name}")
 

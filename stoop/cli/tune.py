@@ -11,7 +11,15 @@ from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
 from stoop.config.schema import DEFAULT_MODEL
 
-FIXED = ("graph_mode", "capture_sizes", "sanitize", "run_ahead", "tokenizer", "skip_tokenizer_init")
+FIXED = (
+    "graph_mode",
+    "capture_sizes",
+    "max_capture_size",
+    "sanitize",
+    "run_ahead",
+    "tokenizer",
+    "skip_tokenizer_init",
+)
 
 
 def _tune_flags(command: Any) -> Any:

@@ -26,7 +26,8 @@ class BackendTraits:
     # Its plans need the exact length of every row, which the host only knows once the previous step
     # has returned: no run-ahead.
     exact_lengths: bool = False
-    # It reads the values of masked keys and multiplies them by 0, so they must not be NaN.
+    # It reads the values of masked keys and multiplies them by 0, so they must not be NaN: blocks
+    # are zeroed when a request gets them.
     zeroed_cache: bool = False
     narrow_cache: bool = False  # it reads a cache of fewer bits than queries have
     draft_backend: str | None = None  # another backend, which serves draft decodes instead
@@ -65,6 +66,12 @@ def backend_names() -> list[str]:
 
 def backend_traits(name: str) -> BackendTraits:
     return _TRAITS[name]
+
+
+def needs_zeroed_blocks(traits: BackendTraits) -> bool:
+    """Whether this backend, or the one that serves its draft decodes, reads masked values."""
+    draft = _TRAITS.get(traits.draft_backend) if traits.draft_backend else None
+    return traits.zeroed_cache or (draft is not None and draft.zeroed_cache)
 
 
 def choose_backend(asked: str, device: str, dtype: str) -> BackendTraits:

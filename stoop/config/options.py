@@ -2,10 +2,17 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stoop.config.errors import ConfigError
+from stoop.config.graph_names import (
+    GRAPH_OPTIONS,
+    Setting,
+    graph_settings,
+    mode_name,
+    parse_sizes,
+)
 from stoop.config.schema import EngineOptions
 from stoop.config.values import plain, shown, unknown_name
 from stoop.config.vllm_names import ENGINE_ARGS, check_foreign
@@ -13,8 +20,6 @@ from stoop.config.vllm_names import ENGINE_ARGS, check_foreign
 RENAMED = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
-    "cudagraph_capture_sizes": "capture_sizes",
-    "cuda_graph_sizes": "capture_sizes",
 }
 # For these, None means the default, as in vLLM.
 NONE_IS_DEFAULT = (
@@ -50,13 +55,9 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in NONE_IS_DEFAULT:
         if name in options and options[name] is None:
             del options[name]
-    for theirs, ours in RENAMED.items():
-        if given.get(theirs) is not None:
-            _put(options, ours, plain(given[theirs]), theirs)
-    if _enforces_eager(given):
-        if options.get("graph_mode") == "auto":
-            del options["graph_mode"]
-        _put(options, "graph_mode", "none", "enforce_eager")
+    if "graph_mode" in options:
+        options["graph_mode"] = mode_name(options["graph_mode"])
+    _put_all(options, [*_renamed(given), *graph_settings(given)])
     for name, words in SYNONYMS.items():
         if name in options:
             options[name] = _synonym(options[name], words)
@@ -68,7 +69,7 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_others(others: Mapping[str, Any]) -> None:
     own = {f.name for f in dataclasses.fields(EngineOptions)}
-    others = {n: v for n, v in others.items() if n not in RENAMED and n != "enforce_eager"}
+    others = {n: v for n, v in others.items() if n not in RENAMED and n not in GRAPH_OPTIONS}
     for name in others:
         if name not in ENGINE_ARGS:
             raise ConfigError(unknown_name("engine option", name, own))
@@ -77,17 +78,27 @@ def _check_others(others: Mapping[str, Any]) -> None:
         raise ConfigError(refusal)
 
 
-def _put(options: dict[str, Any], name: str, value: Any, source: str) -> None:
-    """Set an option under stoop's name; refuse it if that name was given another value."""
-    if options.setdefault(name, value) != value:
-        raise ConfigError(f"{source} and {name}={shown(options[name])} disagree: give one of them")
+def _renamed(given: Mapping[str, Any]) -> Iterator[Setting]:
+    for theirs, ours in RENAMED.items():
+        if given.get(theirs) is not None:
+            yield Setting(ours, plain(given[theirs]), theirs)
 
 
-def _enforces_eager(given: Mapping[str, Any]) -> bool:
-    value = plain(given.get("enforce_eager"))
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"enforce_eager={shown(value)}: use True or False")
-    return bool(value)
+def _put_all(options: dict[str, Any], settings: Iterable[Setting]) -> None:
+    """Set options under stoop's names; refuse two that say different things."""
+    sources: dict[str, str] = {}
+    for name, value, source in settings:
+        if options.get(name) is None or (name, options[name]) == ("graph_mode", "auto"):
+            options[name], sources[name] = value, source
+        elif not _agree(name, options[name], value):
+            other = sources.get(name, f"{name}={shown(options[name])}")
+            raise ConfigError(f"{source} and {other} disagree: give one of them")
+
+
+def _agree(name: str, one: Any, other: Any) -> bool:
+    if name == "capture_sizes":
+        return parse_sizes(one) == parse_sizes(other)
+    return bool(one == other)
 
 
 def _synonym(value: Any, words: Mapping[Any, str]) -> Any:

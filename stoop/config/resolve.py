@@ -6,11 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoop.config.backends import AUTO, BackendTraits, backend_names, choose_backend
+from stoop.config.backends import (
+    AUTO,
+    BackendTraits,
+    backend_names,
+    choose_backend,
+    needs_zeroed_blocks,
+)
 from stoop.config.errors import ConfigError
+from stoop.config.graph_names import GRAPH_MODES, parse_sizes
 from stoop.config.options import translate
 from stoop.config.schema import (
     DTYPES,
+    MAX_DEFAULT_SIZE,
     CacheConfig,
     Config,
     DeviceConfig,
@@ -21,9 +29,8 @@ from stoop.config.schema import (
     ScheduleConfig,
     SpecConfig,
 )
-from stoop.config.values import is_number, is_whole, plain, shown
+from stoop.config.values import is_number, is_whole, shown
 
-GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 MAX_RUN_AHEAD = 8
 _BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 MIN_KV_BLOCKS = 2  # the null block and one to use
@@ -105,7 +112,7 @@ def resolve(
         model=model,
         load=LoadConfig(folder, options.load_format == "dummy", options.seed),
         device=types,
-        cache=_cache(options),
+        cache=_cache(options, zero_new_blocks=needs_zeroed_blocks(backend)),
         schedule=schedule,
         attention_backend=backend.name,
         graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
@@ -127,7 +134,7 @@ def _device(options: EngineOptions, model: ModelSpec, device: str) -> DeviceConf
     return DeviceConfig(device, dtype, weight_dtype, kv_dtype)
 
 
-def _cache(options: EngineOptions) -> CacheConfig:
+def _cache(options: EngineOptions, zero_new_blocks: bool) -> CacheConfig:
     size = _integer("block_size", options.block_size, least=1, most=MAX_BLOCK_SIZE)
     if size & (size - 1):
         raise ConfigError(f"block_size={size}: use a power of two, such as 16")
@@ -144,6 +151,7 @@ def _cache(options: EngineOptions) -> CacheConfig:
         gpu_memory_utilization=float(share),
         kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
         enable_prefix_caching=options.enable_prefix_caching,
+        zero_new_blocks=zero_new_blocks,
     )
 
 
@@ -171,13 +179,21 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
         raise ConfigError(
             "sanitize and capture_sizes apply to graphs, and graph_mode is none: choose a mode"
         )
+    largest = _given(
+        "max_capture_size", options.max_capture_size, MAX_DEFAULT_SIZE, MAX_DEFAULT_SIZE
+    )
     if options.capture_sizes is None:
-        return GraphConfig(mode, None, sanitize)
-    sizes = _capture_sizes(options.capture_sizes)
+        return GraphConfig(mode, None, sanitize, largest)
+    sizes = parse_sizes(options.capture_sizes)
     if not sizes or sizes[0] < 1 or sizes[-1] > max_tokens:
         raise ConfigError(
             f"capture_sizes={shown(options.capture_sizes)}: use numbers from 1 to "
             f"max_num_batched_tokens={max_tokens}, such as 1,2,4,8"
+        )
+    if options.max_capture_size is not None and sizes[-1] > largest:
+        raise ConfigError(
+            f"max_capture_size={largest} and capture_sizes={shown(options.capture_sizes)} "
+            "disagree: give one of them"
         )
     return GraphConfig(mode, sizes, sanitize)
 
@@ -185,18 +201,6 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
 def default_graph_mode(device: str) -> str:
     """What graph_mode="auto" means."""
     return "none" if device == "cpu" else "step"
-
-
-def _capture_sizes(given: object) -> tuple[int, ...]:
-    """The sizes in rising order; empty if one of them is not a whole number."""
-    if isinstance(given, str):
-        given = [
-            int(part) if re.fullmatch(" *[0-9]{1,9} *", part) else part for part in given.split(",")
-        ]
-    if not isinstance(given, Sequence | set | frozenset):
-        return ()
-    sizes = [size for size in map(plain, given) if is_whole(size)]
-    return tuple(sorted(set(sizes))) if len(sizes) == len(given) else ()
 
 
 def _switch(name: str, value: object) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 DEFAULT_MODEL = "smollm2-135m"  # it ships with stoop
+MAX_DEFAULT_SIZE = 512  # the largest batch that graphs are captured for by default
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -96,6 +97,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None  # bytes
     enable_prefix_caching: bool = True
+    zero_new_blocks: bool = False  # zero each block when a request gets it, before it is used
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class GraphConfig:
     mode: str = "none"
     capture_sizes: tuple[int, ...] | None = None  # None: the defaults
     sanitize: bool = False
+    max_capture_size: int = MAX_DEFAULT_SIZE  # of the defaults
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,8 @@ class EngineOptions:
         default="auto",
         metadata={
             "help": "auto (step on CUDA, none elsewhere), none, piecewise, full, "
-            "full_decode_only, full_and_piecewise or step"
+            "full_decode_only, full_and_piecewise or step, in upper or lower case; vLLM's names "
+            "are taken too"
         },
     )
     run_ahead: int | None = field(
@@ -250,6 +254,13 @@ class EngineOptions:
         metadata={
             "help": "batch sizes to capture graphs for, such as 1,2,4,8 (in requests for decode "
             "batches, in tokens for others)"
+        },
+    )
+    max_capture_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "largest of the default batch sizes to capture graphs for; default: "
+            f"{MAX_DEFAULT_SIZE}"
         },
     )
     sanitize: bool = field(

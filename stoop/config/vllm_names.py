@@ -122,9 +122,6 @@ ENGINE_ARGS: dict[str, Foreign] = {
     "kv_transfer_config": _only(advice="stoop cannot move its KV cache: leave it out"),
     "kv_events_config": _only(advice="stoop publishes no events of its KV cache: leave it out"),
     # Graphs and compilation.
-    "compilation_config": _only(
-        0, 1, 2, 3, advice="stoop compiles nothing but graphs: use graph_mode and capture_sizes"
-    ),
     "attention_config": _only(advice="use attention_backend"),
     # Speculation, under the names from before speculative_config.
     **dict.fromkeys(
@@ -159,8 +156,8 @@ ENGINE_ARGS: dict[str, Foreign] = {
             "enable_log_requests", "enable_mm_embeds", "eplb_config", "fully_sharded_loras",
             "guided_decoding_backend", "ignore_patterns", "kv_sharing_fast_prefill",
             "limit_mm_per_prompt", "logits_processor_pattern", "long_prefill_token_threshold",
-            "lora_dtype", "lora_extra_vocab_size", "max_cpu_loras", "max_cudagraph_capture_size",
-            "max_long_partial_prefills", "max_lora_rank", "max_loras", "max_num_partial_prefills",
+            "lora_dtype", "lora_extra_vocab_size", "max_cpu_loras", "max_long_partial_prefills",
+            "max_lora_rank", "max_loras", "max_num_partial_prefills",
             "max_parallel_loading_workers", "max_seq_len_to_capture", "media_io_kwargs",
             "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_processor_cache_gb",
             "mm_processor_cache_type", "mm_processor_kwargs", "num_lookahead_slots",
@@ -170,6 +167,31 @@ ENGINE_ARGS: dict[str, Foreign] = {
             "scheduling_policy", "served_model_name", "show_hidden_metrics_for_version",
             "skip_mm_profiling", "stream_interval", "structured_outputs_config", "swap_space",
             "use_tqdm_on_load", "use_v2_block_manager", "video_pruning_rate",
+        ),
+        _any(),
+    ),
+}  # fmt: skip
+
+# A compilation_config that is no set of options: the levels of older versions.
+COMPILATION_LEVEL = _only(
+    0, 1, 2, 3, advice="stoop compiles nothing but graphs: use graph_mode and capture_sizes"
+)
+# Keys of a compilation_config that are not about graphs (see graph_names.py for those that are).
+COMPILATION_ARGS: dict[str, Foreign] = {
+    "inductor_passes": _only(
+        advice="stoop compiles nothing, so no pass would run: change the model instead"
+    ),
+    **dict.fromkeys(
+        (
+            "backend", "bs_to_padded_graph_size", "cache_dir", "compilation_time",
+            "compile_cache_save_format", "compile_mm_encoder", "compile_ranges_endpoints",
+            "compile_ranges_split_points", "compile_sizes", "cudagraph_copy_inputs",
+            "cudagraph_mm_encoder", "cudagraph_num_of_warmups", "cudagraph_specialize_lora",
+            "custom_ops", "debug_dump_path", "disabled_custom_ops", "dynamic_shapes_config",
+            "enabled_custom_ops", "fast_moe_cold_start", "inductor_compile_config", "level",
+            "local_cache_dir", "max_capture_size", "mode", "pass_config", "splitting_ops",
+            "static_all_moe_layers", "static_forward_context", "traced_files", "use_inductor",
+            "use_inductor_graph_partition",
         ),
         _any(),
     ),

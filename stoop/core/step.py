@@ -52,6 +52,8 @@ class StepPlan:
     rows: list[PlannedRow]  # decodes first
     admissions: list[Admission] = field(default_factory=list)
     block_appends: list[BlockAppend] = field(default_factory=list)
+    # Blocks that requests get in this step, less cached prefixes. Empty if none must be zeroed.
+    blocks_to_zero: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

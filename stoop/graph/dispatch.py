@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stoop.config.schema import MAX_DEFAULT_SIZE
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 
@@ -11,8 +12,8 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 def default_sizes(limit: int) -> list[int]:
     """1, 2, 4, then with growing gaps up to `limit` itself."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)}
-    sizes |= set(range(256, 513, 64))
-    return sorted({size for size in sizes if size < limit} | {min(limit, 512)})
+    sizes |= set(range(256, MAX_DEFAULT_SIZE + 1, 64))
+    return sorted({size for size in sizes if size < limit} | {min(limit, MAX_DEFAULT_SIZE)})
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 
+from stoop.config.schema import MAX_DEFAULT_SIZE
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import default_sizes
@@ -17,6 +18,7 @@ class GraphLimits:
     max_tokens: int
     query_len: int  # query tokens of a request in a decode batch
     sizes: tuple[int, ...] | None  # from the user; None for the defaults
+    max_default: int = MAX_DEFAULT_SIZE  # the largest of the defaults
 
 
 def plan_graphs(
@@ -66,5 +68,5 @@ def _mixed_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutio
 
 def _sizes(limits: GraphLimits, limit: int) -> list[int]:
     if limits.sizes is None:
-        return default_sizes(limit)
+        return default_sizes(min(limit, limits.max_default))
     return sorted({size for size in limits.sizes if size <= limit})

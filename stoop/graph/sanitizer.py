@@ -63,6 +63,16 @@ class BadPadding(SanitizerError):
         )
 
 
+class UnwrittenRead(SanitizerError):
+    def __init__(self, reader: str, buffer: str, step: int) -> None:
+        self.buffer = buffer
+        super().__init__(
+            f"{reader}: `{buffer}` has NaN in step {step}: a layer read KV or state that nothing "
+            "has written (a backend that reads masked values must declare zeroed_cache), or the "
+            "model's own values overflow"
+        )
+
+
 class Sanitizer:
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self.buffers = [b for b in buffers if b.lifetime in (Lifetime.STEP, Lifetime.DRAFT)]

@@ -67,6 +67,7 @@ class Scheduler:
         self.config = config
         self._query_len, self._num_lookahead = config.query_len, config.num_lookahead
         self.block_size = cache.block_size
+        self._zero_new_blocks = cache.zero_new_blocks
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(
             self.pool,
@@ -338,6 +339,7 @@ class Scheduler:
             rows=rows,
             admissions=admissions,
             block_appends=list(self._block_appends(plan)),
+            blocks_to_zero=self._blocks_to_zero(plan) if self._zero_new_blocks else [],
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:
@@ -388,6 +390,16 @@ class Scheduler:
         for request, start in plan.appended.items():
             if request not in plan.admitted:
                 yield BlockAppend(request.slot, start, request.block_ids[start:])
+
+    @staticmethod
+    def _blocks_to_zero(plan: _PlanBuilder) -> list[int]:
+        """The blocks that this step allocates, by their holders at the end of planning.
+
+        A request that was preempted again has none, and its blocks may have another holder.
+        """
+        return [
+            block for request, start in plan.appended.items() for block in request.block_ids[start:]
+        ]
 
     # ---- results ----
 

@@ -63,7 +63,8 @@ class DraftDecodeLane:
         """Draft decodes are captured whole where the target's decodes are, never in pieces."""
         whole = GraphMode(graph.mode).decode_mode(GraphSupport.ALWAYS, 1) >= RunMode.FULL
         if whole and self.model_state.graph_support >= GraphSupport.SINGLE_TOKEN:
-            self.descriptors = decode_descriptors(self.max_reqs, graph.capture_sizes)
+            sizes = graph.capture_sizes or default_sizes(min(self.max_reqs, graph.max_capture_size))
+            self.descriptors = decode_descriptors(self.max_reqs, sizes)
             self._dispatcher = Dispatcher(self.descriptors)
 
     @property
@@ -138,9 +139,7 @@ class DraftDecodeLane:
         return [Buffer(f"draft {name}", t, Lifetime.DRAFT) for name, t in derived.items()]
 
 
-def decode_descriptors(
-    max_reqs: int, sizes: tuple[int, ...] | None
-) -> list[BatchExecutionDescriptor]:
+def decode_descriptors(max_reqs: int, sizes: Sequence[int]) -> list[BatchExecutionDescriptor]:
     """One token a request: its tokens are its requests, padded together."""
-    wanted = default_sizes(max_reqs) if sizes is None else [n for n in sizes if n <= max_reqs]
-    return [BatchExecutionDescriptor(RunMode.FULL, n, n, 1) for n in sorted(set(wanted))]
+    wanted = {size for size in sizes if size <= max_reqs}
+    return [BatchExecutionDescriptor(RunMode.FULL, n, n, 1) for n in sorted(wanted)]

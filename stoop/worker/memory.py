@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stoop.config.backends import backend_traits
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.schema import Config
 from stoop.core.state import DTYPE_BYTES, NULL_BLOCK, PagedState, RecurrentState, StateLayout
@@ -108,16 +107,15 @@ def allocate_states(
     States in `kept` that do not depend on the number of blocks are reused. In a KV cache only the
     null block is initialized, with zeros that never change. The other blocks are left
     uninitialized: they are written before they are read, and a CPU allocates their pages only when
-    they are used. Backends that read masked values get zeros throughout.
+    they are used. If new blocks must be zeros, all blocks start as zeros.
     """
     device = config.device.device
-    zeroed = backend_traits(config.attention_backend).zeroed_cache
     states: list[LayerState] = []
     for index, state in enumerate(layout.states):
         if isinstance(state, PagedState):
             spec = state.tensor(num_blocks, layout.block_size, layout.dtype)
             cache = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-            cache[:, slice(None) if zeroed else NULL_BLOCK].zero_()
+            cache[:, slice(None) if config.cache.zero_new_blocks else NULL_BLOCK].zero_()
             states.append(cache)
         elif kept:
             states.append(kept[index])

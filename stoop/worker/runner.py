@@ -38,6 +38,7 @@ from stoop.worker.memory import (
     describe_states,
     free_bytes,
 )
+from stoop.worker.new_blocks import NewBlocks
 from stoop.worker.output import LaunchedStep, OutputRing, ScoreReader, StepOutput
 from stoop.worker.phases import step_phases
 from stoop.worker.profiling import follow_measured_products, measure_work_bytes
@@ -101,6 +102,8 @@ class ModelRunner:
             self.executor.watch = self.sanitizer
         self.executor.capture(report)
         self.staged = StagedWrites(self.device)
+        most = self.num_blocks if config.cache.zero_new_blocks else 0
+        self.new_blocks = NewBlocks(self.kv_caches, most, self.device)
         self.outputs = OutputRing(self.target.verdict, config.schedule.run_ahead + 1)
         tokens = self.target.state.tensors.token_ids
         self.score_reader = ScoreReader(self.model, self.target.hidden, tokens)
@@ -195,7 +198,9 @@ class ModelRunner:
             target.model_state.admit(self.staged, admission)
         for append in plan.block_appends:
             target.state.append_blocks(self.staged, append)
+        self.new_blocks.stage(self.staged, plan.blocks_to_zero)
         self.staged.apply()
+        self.new_blocks.zero(len(plan.blocks_to_zero))
         found = self._dispatch(plan.rows)
         batch = target.buffers.load_rows(
             plan.rows, found.descriptor.num_reqs, found.descriptor.num_tokens, found.query_len

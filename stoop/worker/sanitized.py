@@ -19,8 +19,10 @@ from stoop.graph.sanitizer import (
     Sanitizer,
     SanitizerError,
     UndeclaredRead,
+    UnwrittenRead,
 )
 from stoop.worker.executor import PhaseExecutor, Step
+from stoop.worker.new_blocks import fill_blocks
 from stoop.worker.target import Target
 
 INPUTS = "inputs, eager"
@@ -75,6 +77,7 @@ class StepSanitizer:
         self.sanitizer.begin_step()
         self.target.buffers.forget_rows()
         self._poison_new_slots(plan)
+        self._poison_new_blocks(plan)
 
     def run(self, step: Step) -> None:
         """Replay, then the same phases eagerly from the same state; both must agree to the bit."""
@@ -92,6 +95,7 @@ class StepSanitizer:
         eager = self._snapshot(blocks)
         self._check_padding(reader, step)
         self._compare(reader, step, replayed, eager)
+        self._check_unwritten(reader, step, replayed)
         self._check_null_block(reader, before, replayed)
 
     def _poison_block_tables(self, step: Step) -> None:
@@ -106,6 +110,20 @@ class StepSanitizer:
         for buffer in self.target.model_state.state_buffers():
             if buffer.extent is Extent.SLOTS and buffer.tensor.is_floating_point() and new:
                 buffer.tensor[torch.tensor(new, device=buffer.tensor.device)] = float("nan")
+
+    def _poison_new_blocks(self, plan: StepPlan) -> None:
+        """What a block's former holder left must not be read. Blocks that must be zeros are zeroed
+        after this. All blocks that the plan hands out, less cached prefixes, count as new: which of
+        them the plan says to zero is what this checks."""
+        cached = {each.slot: each.num_computed for each in plan.admissions}
+        new = [
+            block
+            for append in plan.block_appends
+            for block in append.block_ids[cached.get(append.slot, 0) // self.target.block_size :]
+        ]
+        if new:
+            blocks = torch.tensor(new, device=self.target.state.tensors.block_table.device)
+            fill_blocks([buffer.tensor for buffer in self.caches], blocks, float("nan"))
 
     def _blocks(self, step: Step) -> Tensor:
         """The null block, then every block that a row of the batch may touch."""
@@ -141,6 +159,16 @@ class StepSanitizer:
             ours, theirs = (buffer.entries(each[buffer.name])[live] for each in (replayed, eager))
             if not _same_bits(ours, theirs):
                 raise ReplayMismatch(reader, buffer.name, self.sanitizer.step)
+
+    def _check_unwritten(self, reader: str, step: Step, after: Snapshot) -> None:
+        """New slots and blocks were NaN: it is in the results of what reads too much."""
+        batch = step.batch
+        for buffer in self.buffers:
+            of_batch = buffer.extent in (Extent.TOKENS, Extent.REQS)
+            if of_batch and buffer.tensor.is_floating_point():
+                live = buffer.live(batch.num_reqs, batch.num_tokens)
+                if bool(buffer.entries(after[buffer.name])[live].isnan().any()):
+                    raise UnwrittenRead(reader, buffer.name, self.sanitizer.step)
 
     def _check_padding(self, reader: str, step: Step) -> None:
         """Past the live extent is what does no harm, whatever the graph reads of it."""

@@ -179,6 +179,7 @@ class TargetLane:
             max_tokens=schedule.max_num_batched_tokens,
             query_len=schedule.query_len,
             sizes=config.graph.capture_sizes,
+            max_default=config.graph.max_capture_size,
         )
         mode, support = GraphMode(config.graph.mode), target.model_state.graph_support
         self.descriptors: Sequence[BatchExecutionDescriptor] = plan_graphs(mode, support, limits)

@@ -25,8 +25,10 @@ from stoop.check import graphs as check
 from stoop.config.resolve import GRAPH_MODES
 from stoop.core.step import PlannedRow
 from stoop.graph.descriptor import RunMode
+from stoop.scheduler.scheduler import Scheduler
 from support.attention_cases import POISON_BLOCK, Heads, Row, attend_densely, make_case
 from support.device_waits import forbid_waits
+from support.poisoned_blocks import poison_before_each_step
 
 pytest.importorskip("flashinfer")
 pytestmark = [
@@ -263,6 +265,31 @@ def test_scores_are_the_references(tmp_path: Path) -> None:
         assert len(scored) >= len(ours.prompt_token_ids)  # the first generated token, at least
         for token, one, other in scored:
             assert abs(one[token].logprob - other[token].logprob) < 0.1
+
+
+@pytest.mark.parametrize("mode", ["none", "step"])
+@pytest.mark.usefixtures("_heads_of_64")
+def test_nan_in_reused_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """With chunks, preemption and drafts: new blocks are zeroed before they are used. If they are
+    not, masked values spoil the answers."""
+    prompts = [[(7 * n * n + 3 * n) % 256 for n in range(length)] for length in (150, 17, 33, 90)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    settings = {"max_model_len": 192, "max_num_batched_tokens": 64, "num_kv_blocks": 16}
+    names = {"attention_backend": "flashinfer", "skip_tokenizer_init": True, "graph_mode": mode}
+    found = []
+    with check.tiny_model(tiny_engine("eagle3")) as (folder, options):
+        for case in ("clean", "poisoned", "not zeroed"):
+            if case == "not zeroed":
+                monkeypatch.setattr(Scheduler, "_blocks_to_zero", staticmethod(lambda plan: []))
+            llm = LLM(folder, max_num_seqs=4, **settings, **names, **options)
+            if case != "clean":
+                poison_before_each_step(llm)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            assert case == "not zeroed" or llm.metrics()["num_preemptions"] > 0
+    clean, poisoned, spoiled = found
+    assert poisoned == clean
+    assert spoiled != clean
 
 
 @pytest.mark.parametrize("mode", ["full", "step"])

@@ -267,6 +267,15 @@ def test_sizes_of_the_user_are_taken_as_they_are() -> None:
     ]
 
 
+def test_the_largest_default_size_bounds_both_kinds_of_batch() -> None:
+    for largest in (1, 6, 100):
+        limits = GraphLimits(64, 512, 2, None, max_default=largest)
+        planned = plan_graphs(GraphMode.FULL_AND_PIECEWISE, GraphSupport.ALWAYS, limits)
+        decode = [d.num_reqs for d in planned if d.query_len is not None]
+        mixed = [d.num_tokens for d in planned if d.query_len is None]
+        assert (decode, mixed) == (default_sizes(min(64, largest)), default_sizes(largest))
+
+
 @pytest.mark.parametrize(
     ("mode", "support"),
     [

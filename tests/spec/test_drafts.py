@@ -205,6 +205,15 @@ def test_runs_end_inside_the_reserved_blocks(drafters: DrafterStore) -> None:
     assert max(known for _, known in trace.drafts) == 72
 
 
+def test_the_largest_capture_size_bounds_draft_decodes_too(drafters: DrafterStore) -> None:
+    sizes = {"capture_sizes": None, "max_capture_size": 3}
+    llm = make_spec_llm(drafters.get("eagle3-right"), 3, graph_mode="full_decode_only", **sizes)
+    runner = llm.engine.runner
+    assert isinstance(runner.speculator, EagleSpeculator)
+    for lane in (runner.lane, runner.speculator.lane):
+        assert [descriptor.num_reqs for descriptor in lane.descriptors] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["reference", "hostplan"])
 @pytest.mark.parametrize(
     "mode", ["piecewise", "full", "full_decode_only", "full_and_piecewise", "step"]

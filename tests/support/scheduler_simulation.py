@@ -91,6 +91,7 @@ class BookkeepingWorker:
         """Run a plan. no_writes: blocks that other requests may read"""
         self._stage(plan)
         self.no_writes = no_writes
+        self._zero(plan)
         live = [row for row in plan.rows if not self.ended(row.slot)]
         self.num_dead_rows += len(plan.rows) - len(live)
         contexts = [self.num_computed[row.slot] for row in live]
@@ -124,6 +125,21 @@ class BookkeepingWorker:
             stop = append.start + len(append.block_ids)
             assert stop <= len(row), "a block append overruns its row"
             row[append.start : stop] = append.block_ids
+
+    def _zero(self, plan: StepPlan) -> None:
+        """Zeroed blocks hold no text: all that requests get in this step, and no others."""
+        blocks = plan.blocks_to_zero
+        assert len(set(blocks)) == len(blocks), "a block is zeroed twice"
+        assert not self.no_writes & set(blocks), "a block that others may read is zeroed"
+        cached = {each.slot: each.num_computed // self.block_size for each in plan.admissions}
+        given = [
+            block for a in plan.block_appends for block in a.block_ids[cached.get(a.slot, 0) :]
+        ]
+        assert sorted(blocks) == sorted(given), "other blocks are zeroed than requests get"
+        zeroed = set(blocks)
+        for texts in (self.written, self.draft_written):
+            for place in [place for place in texts if place[0] in zeroed]:
+                del texts[place]
 
     def _admit(self, admission: Admission) -> None:
         slot, tokens = admission.slot, admission.token_ids
@@ -325,7 +341,11 @@ class Simulation:
             num_drafts=world.num_drafts,
             drafter_has_kv=world.drafter_has_kv,
         )
-        cache = CacheConfig(block_size=world.block_size, enable_prefix_caching=world.prefix_caching)
+        cache = CacheConfig(
+            block_size=world.block_size,
+            enable_prefix_caching=world.prefix_caching,
+            zero_new_blocks=True,
+        )
         self.scheduler = Scheduler(config, cache, world.num_blocks)
         self.worker = BookkeepingWorker(world)
         self.in_flight: deque[StepResult] = deque()

@@ -46,6 +46,7 @@ def make_scheduler(
     prefix_caching: bool = True,
     num_drafts: int = 0,
     drafter_has_kv: bool = False,
+    zero_new_blocks: bool = False,
 ) -> Scheduler:
     config = ScheduleConfig(
         max_model_len,
@@ -55,7 +56,11 @@ def make_scheduler(
         num_drafts=num_drafts,
         drafter_has_kv=drafter_has_kv,
     )
-    cache = CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching)
+    cache = CacheConfig(
+        block_size=block_size,
+        enable_prefix_caching=prefix_caching,
+        zero_new_blocks=zero_new_blocks,
+    )
     return Scheduler(config, cache, num_blocks)
 
 

@@ -1,9 +1,12 @@
 """Engine options as users of vLLM write them, and values of every type."""
 
 import dataclasses
+import enum
+import json
 import logging
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,18 @@ import torch
 
 from stoop import EngineArgs
 from stoop.config.errors import ConfigError
+from stoop.config.graph_names import GRAPH_OPTIONS, KEYS
 from stoop.config.resolve import make_options, resolve
 from stoop.config.schema import Config, EngineOptions
-from stoop.config.vllm_names import CALL_ARGS, ENGINE_ARGS, PROMPT_KEYS, SAMPLING_ARGS, Foreign
+from stoop.config.vllm_names import (
+    CALL_ARGS,
+    COMPILATION_ARGS,
+    ENGINE_ARGS,
+    PROMPT_KEYS,
+    SAMPLING_ARGS,
+    Foreign,
+)
+from stoop.graph.descriptor import GraphMode
 from support.specs import tiny_spec
 
 
@@ -33,6 +45,12 @@ HARMLESS: list[dict[str, Any]] = [
     {"hf_overrides": None, "rope_scaling": {}, "compilation_config": 3, "model_impl": "auto"},
     {"scheduling_policy": "priority", "async_scheduling": False, "max_logprobs": 20},
     {"enforce_eager": False, "hf_token": None, "generation_config": "auto"},
+    {"compilation_config": {"mode": 3, "level": 3, "backend": "inductor", "custom_ops": ["none"]}},
+    {"compilation_config": {"use_inductor": False, "splitting_ops": [], "pass_config": {"x": 1}}},
+    {"compilation_config": '{"cudagraph_num_of_warmups": 1, "cudagraph_mode": null}'},
+    {"compilation_config": "2", "optimization_level": 3, "cudagraph_mode": None},
+    {"compilation_config": {"use_cudagraph": True, "full_cuda_graph": False}},
+    {"compilation_config": {}, "cuda_graph_sizes": None, "max_cudagraph_capture_size": None},
     {"seed": None, "block_size": None, "enable_prefix_caching": None},
     {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": None, "max_model_len": None},
 ]
@@ -68,7 +86,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("logits_processors", [len], "logit_bias"),
     ("hf_overrides", {"rope_theta": 1.0}, "config.json"),
     ("generation_config", "vllm", r"SamplingParams\(\)"),
-    ("compilation_config", {"mode": 3}, "graph_mode"),
+    ("compilation_config", 7, "graph_mode"),
+    ("compilation_config", [1], "graph_mode"),
     ("download_dir", "/models", "STOOP_CACHE"),
     ("hf_token", "secret", "HF_TOKEN"),
     ("speculative_model", "x", "speculative_config"),
@@ -215,7 +234,9 @@ def test_a_number_of_too_many_digits_is_refused(name: str) -> None:
         resolved(**{name: 2**30})
 
 
-@pytest.mark.parametrize("table", [ENGINE_ARGS, SAMPLING_ARGS, CALL_ARGS, PROMPT_KEYS])
+@pytest.mark.parametrize(
+    "table", [ENGINE_ARGS, COMPILATION_ARGS, SAMPLING_ARGS, CALL_ARGS, PROMPT_KEYS]
+)
 def test_every_refusal_says_what_to_do(table: dict[str, Foreign]) -> None:
     for name, foreign in table.items():
         assert foreign.always or (foreign.advice and foreign.is_harmless(None)), name
@@ -226,3 +247,158 @@ def test_every_refusal_says_what_to_do(table: dict[str, Foreign]) -> None:
 def test_no_option_of_stoop_is_taken_for_a_foreign_one() -> None:
     own = {f.name for f in dataclasses.fields(EngineOptions)}
     assert not own & ENGINE_ARGS.keys()
+    assert not {*own, *ENGINE_ARGS} & set(GRAPH_OPTIONS) and not set(KEYS) & COMPILATION_ARGS.keys()
+
+
+# ---- graphs, by vLLM's names ----
+
+
+class TheirMode(enum.Enum):
+    """As vLLM's: some members have pairs for values."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (FULL, NONE)
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+
+@dataclasses.dataclass
+class TheirConfig:
+    mode: Any = None
+    cudagraph_mode: Any = None
+    cudagraph_capture_sizes: list[int] | None = None
+    new_in_a_later_version: list[int] = dataclasses.field(default_factory=list)
+
+
+MODES = [mode.name for mode in TheirMode]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_vllms_graph_modes_are_taken(name: str) -> None:
+    for value in (name, name.lower(), name.title(), TheirMode[name]):
+        assert resolved("cuda:0", cudagraph_mode=value).graph.mode == name.lower()
+        assert resolved("cuda:0", graph_mode=value).graph.mode == name.lower()
+        config = {"cudagraph_mode": value}
+        for form in (config, TheirConfig(**config), SimpleNamespace(**config)):
+            assert resolved("cuda:0", compilation_config=form).graph.mode == name.lower()
+    text = f'{{"cudagraph_mode": "{name}"}}'
+    assert resolved("cuda:0", compilation_config=text).graph.mode == name.lower()
+
+
+def test_our_own_mode_has_any_case_too() -> None:
+    for value in ("STEP", "Step", GraphMode.STEP):
+        assert resolved("cpu", graph_mode=value).graph.mode == "step"
+
+
+def test_capture_sizes_have_vllms_names() -> None:
+    sizes = [4, 1, 2]
+    config = {"cudagraph_capture_sizes": sizes, "level": 3}
+    for options in (
+        {"compilation_config": config},
+        {"compilation_config": json.dumps(config)},
+        {"compilation_config": TheirConfig(3, None, sizes)},
+        {"compilation_config": {"cudagraph_capture_sizes": np.array(sizes)}},
+        {"cuda_graph_sizes": sizes},
+        {"cudagraph_capture_sizes": sizes, "capture_sizes": "1,2,4"},  # the same, said twice
+    ):
+        graph = resolved("cuda:0", **options).graph
+        assert (graph.mode, graph.capture_sizes) == ("step", (1, 2, 4))
+
+
+def test_the_largest_size_has_vllms_names() -> None:
+    for options in (
+        {"max_cudagraph_capture_size": 64},
+        {"cuda_graph_sizes": [64]},
+        {"cuda_graph_sizes": 64},
+        {"compilation_config": {"max_cudagraph_capture_size": 64}},
+    ):
+        graph = resolved("cuda:0", **options).graph
+        assert (graph.capture_sizes, graph.max_capture_size) == (None, 64)
+        assert resolved("cpu", **options).graph.mode == "none"
+    assert resolved("cuda:0").graph.max_capture_size == 512
+    with pytest.raises(ConfigError, match="max_capture_size=1024: use at most 512"):
+        resolved("cuda:0", max_cudagraph_capture_size=1024)
+    with pytest.raises(ConfigError, match=r"max_capture_size=8 and capture_sizes=.* disagree"):
+        resolved("cuda:0", max_capture_size=8, capture_sizes="4,16")
+
+
+def test_older_switches_of_graphs_are_taken() -> None:
+    off, full = {"use_cudagraph": False}, {"use_cudagraph": True, "full_cuda_graph": True}
+    assert resolved("cuda:0", compilation_config=off).graph.mode == "none"
+    assert resolved("cuda:0", compilation_config=full).graph.mode == "full"
+    with pytest.raises(ConfigError, match=r"compilation_config.use_cudagraph=1: use True or False"):
+        make_options("x", {"compilation_config": {"use_cudagraph": 1}})
+
+
+FULL: dict[str, Any] = {"cudagraph_mode": "FULL"}
+DISAGREE: list[tuple[dict[str, Any], str]] = [
+    ({"graph_mode": "step", **FULL}, "cudagraph_mode='FULL' and graph_mode='step'"),
+    ({"enforce_eager": True, **FULL}, "cudagraph_mode='FULL' and enforce_eager"),
+    (
+        {"compilation_config": FULL, "cudagraph_mode": "NONE"},
+        "compilation_config.cudagraph_mode='FULL' and cudagraph_mode='NONE'",
+    ),
+    (
+        {"compilation_config": {"cudagraph_capture_sizes": [1]}, "capture_sizes": "1,2"},
+        r"compilation_config.cudagraph_capture_sizes=\[1\] and capture_sizes='1,2'",
+    ),
+    ({"cuda_graph_sizes": [8], "max_capture_size": 16}, r"cuda_graph_sizes=\[8\] and max_capture"),
+]
+
+
+@pytest.mark.parametrize(("options", "both"), DISAGREE)
+def test_two_names_that_disagree_are_refused(options: dict[str, Any], both: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{both}.* disagree: give one of them$"):
+        make_options("x", options)
+
+
+def test_two_names_that_agree_are_taken() -> None:
+    said = {"enforce_eager": True, "cudagraph_mode": "NONE", "graph_mode": "None"}
+    assert make_options("x", said).graph_mode == "none"
+
+
+REFUSED_CONFIGS: list[tuple[Any, str]] = [
+    (
+        {"cudagraph_mode": "STEP"},
+        r"compilation_config.cudagraph_mode='STEP': use NONE, .*graph_mode",
+    ),
+    ({"cudagraph_mode": 2}, "compilation_config.cudagraph_mode=2: use NONE"),
+    ({"inductor_passes": {"mine": len}}, "compilation_config.inductor_passes=.* no pass would run"),
+    (
+        {"cudagraph_mod": "FULL"},
+        "key of compilation_config 'cudagraph_mod': did you mean cudagraph",
+    ),
+    ({3: "FULL"}, "unknown key of compilation_config 3: known are"),
+    (TheirConfig(new_in_a_later_version=[1]), "unknown key of compilation_config 'new_in_a_later"),
+    (SimpleNamespace(cudagraph_mode="FULL", other=1), "unknown key of compilation_config 'other'"),
+    ("{", "compilation_config='{' is not JSON: write an object"),
+    ("[1]", "compilation_config=.* is not supported: .*use graph_mode"),
+]
+
+
+@pytest.mark.parametrize(("config", "told"), REFUSED_CONFIGS)
+def test_what_a_compilation_config_cannot_say_is_refused(config: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make_options("x", {"compilation_config": config})
+
+
+def test_what_a_compilation_config_says_in_vain_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make_options("x", {"compilation_config": {"level": 3, "cudagraph_mode": "FULL"}})
+    (message,) = caplog.messages
+    assert "compilation_config.level=3" in message and "FULL" not in message
+
+
+@pytest.mark.parametrize("name", [*GRAPH_OPTIONS, *KEYS])
+def test_any_value_of_a_vllm_name_is_taken_or_refused_with_a_sentence(name: str) -> None:
+    for value in ANYTHING:
+        options = {name: value} if name in GRAPH_OPTIONS else {"compilation_config": {name: value}}
+        try:
+            resolve(make_options("x", options), tiny_spec(), "folder", "cuda:0")
+        except ConfigError as error:
+            refusal = str(error)
+        else:
+            continue
+        assert "\n" not in refusal and len(refusal) < 400
+        assert "capture_size" in refusal or name in refusal or "compilation_config" in refusal

@@ -82,6 +82,47 @@ def test_rows_are_limited_by_slots() -> None:
     assert set(rows_of(step(scheduler))) == {"c"}
 
 
+# ---- blocks to zero ----
+
+
+def test_blocks_are_listed_for_zeroing_only_if_asked() -> None:
+    for asked in (False, True):
+        scheduler = make_scheduler(zero_new_blocks=asked, prefix_caching=False)
+        scheduler.add(make_request("a", range(6), max_tokens=5))
+        plans = [step(scheduler) for _ in range(4)]
+        # Two blocks of four for the prompt; the third when the ninth token is computed.
+        assert [len(plan.blocks_to_zero) for plan in plans] == ([2, 0, 0, 1] if asked else [0] * 4)
+        given = [block for plan in plans for each in plan.block_appends for block in each.block_ids]
+        assert [b for plan in plans for b in plan.blocks_to_zero] == (given if asked else [])
+
+
+def test_cached_prefixes_are_not_listed_for_zeroing() -> None:
+    scheduler = make_scheduler(zero_new_blocks=True)
+    for name in ("first", "second"):
+        scheduler.add(make_request(name, range(10), max_tokens=1))
+        plan = step(scheduler)
+    (append,) = plan.block_appends
+    assert plan.admissions[0].num_computed == 8
+    assert plan.blocks_to_zero == append.block_ids[2:] and len(plan.blocks_to_zero) == 1
+
+
+def test_a_block_that_changes_hands_within_planning_is_listed_once() -> None:
+    """The later request gets the last free block and is preempted for the earlier one, which
+    takes that block."""
+    scheduler = make_scheduler(num_blocks=1 + 5, zero_new_blocks=True, prefix_caching=False)
+    low = make_request("low", range(7), max_tokens=20, priority=1)
+    scheduler.add(low)
+    step(scheduler)
+    scheduler.add(make_request("high", range(8), max_tokens=20))
+    step(scheduler)  # five blocks: low has two, high has two, and low's ninth token takes the last
+    order = scheduler._order_running
+    scheduler._order_running = lambda: order()[::-1]  # type: ignore[method-assign]
+    plan = step(scheduler)
+    assert low.num_preemptions == 1 and [row.request_id for row in plan.rows] == ["high"]
+    (append,) = plan.block_appends
+    assert plan.blocks_to_zero == append.block_ids and len(append.block_ids) == 1
+
+
 # ---- preemption ----
 
 

@@ -169,6 +169,37 @@ def appends_lost_for_running(block_appends: Any) -> Any:
     return staticmethod(lambda plan: [a for a in block_appends(plan) if a.start == 0])
 
 
+def zero_only_what_is_admitted(blocks_to_zero: Any) -> Any:
+    def mutant(plan: _PlanBuilder) -> list[int]:
+        return [b for r in plan.admitted for b in r.block_ids[plan.appended.get(r, 0) :]]
+
+    return staticmethod(mutant)
+
+
+def zero_cached_prefixes(blocks_to_zero: Any) -> Any:
+    def mutant(plan: _PlanBuilder) -> list[int]:
+        return [b for r in plan.admitted for b in r.block_ids] + [
+            b for r, start in plan.appended.items() if r not in plan.admitted
+            for b in r.block_ids[start:]
+        ]  # fmt: skip
+
+    return staticmethod(mutant)
+
+
+def zero_what_the_preempted_had(grow: Any) -> Any:
+    """Blocks are listed as they are allocated, and stay listed when their holder loses them."""
+
+    def mutant(self: Scheduler, request: Request, num: int, plan: _PlanBuilder) -> bool:
+        held = len(request.block_ids)
+        grown = grow(self, request, num, plan)
+        listed = vars(plan).setdefault("listed", [])
+        listed += request.block_ids[held:]
+        self._blocks_to_zero = lambda plan: vars(plan).get("listed", [])  # type: ignore
+        return bool(grown)
+
+    return mutant
+
+
 def queue_newest_first(push: Any) -> Any:
     def mutant(self: RequestQueue, request: Request) -> None:
         self._queued.add(request)
@@ -211,6 +242,9 @@ MUTANTS = [
     (Scheduler, "_vacate", vacate_keeps_offers),
     (Scheduler, "_block_appends", appends_one_late),
     (Scheduler, "_block_appends", appends_lost_for_running),
+    (Scheduler, "_blocks_to_zero", zero_only_what_is_admitted),
+    (Scheduler, "_blocks_to_zero", zero_cached_prefixes),
+    (Scheduler, "_grow", zero_what_the_preempted_had),
     (Scheduler, "update", update_without_epochs),
     (RequestQueue, "push", queue_newest_first),
     (Scheduler, "_row", chunks_sample_too),

@@ -158,7 +158,7 @@ def spec(
         "max_model_len": input_len + output_len,
         "max_num_batched_tokens": max(64, batch_size * (max(counts) + 1)),
         "skip_tokenizer_init": True,
-        "capture_sizes": None if graph_mode == "none" else str(batch_size),
+        "capture_sizes": None if graph_mode.lower() == "none" else str(batch_size),
     }
     check_engine("toy", options)
     from stoop.bench.offline import Load
