@@ -131,7 +131,7 @@ class PhaseExecutor:
         return segment.lane.dispatch(step.batch.num_reqs)
 
     def _replay(self, segment: Segment, step: Step, descriptor: BatchExecutionDescriptor) -> None:
-        manager = self.managers[segment.name]
+        manager = self._manager(segment)
         for listener in self.on_replay:
             listener(segment.name, descriptor)
         if segment.lane is None:
@@ -228,10 +228,7 @@ class PhaseExecutor:
                 yield from ((segment, descriptor) for descriptor in segment.lane.descriptors)
 
     def _capture(self, segment: Segment, descriptor: BatchExecutionDescriptor) -> None:
-        manager = self.managers.get(segment.name)
-        if manager is None:
-            manager = CudaGraphManager(self.backend, segment.name, segment.title, self.watch)
-            self.managers[segment.name] = manager
+        manager = self._manager(segment)
         states = manager.capture(
             descriptor,
             lambda: self._capture_states(segment, descriptor),
@@ -240,6 +237,14 @@ class PhaseExecutor:
         self._captured.append(states)
         if None in states:
             self.attn_states.setdefault(descriptor, states[None])
+
+    def _manager(self, segment: Segment) -> CudaGraphManager:
+        """The segment's graphs; none before its first capture."""
+        manager = self.managers.get(segment.name)
+        if manager is None:
+            manager = CudaGraphManager(self.backend, segment.name, segment.title, self.watch)
+            self.managers[segment.name] = manager
+        return manager
 
     def _capture_states(self, segment: Segment, descriptor: BatchExecutionDescriptor) -> States:
         """Fresh contents for the warm-up, and again for the capture. A second graph of the target's

@@ -18,6 +18,7 @@ from stoop.graph.dispatch import BatchShape, Dispatcher, default_sizes
 from stoop.graph.manager import CudaGraphManager
 from stoop.graph.phases import AttentionState, Phase
 from stoop.graph.plan import GraphLimits, plan_graphs
+from stoop.graph.refusals import MissingGraph
 from stoop.graph.support import GraphSupport
 from stoop.graph.tape import TapeBackend
 from stoop.spec.base import Pass
@@ -573,7 +574,7 @@ def test_replay_is_by_descriptor_with_its_context() -> None:
         assert backend.events[-1] == ("replay", number, context)
     manager.replay(ALL[0])
     assert backend.events[-1][2] is None
-    with pytest.raises(KeyError):
+    with pytest.raises(MissingGraph, match=r"^C has no graph of PIECEWISE 999 tokens: capture it"):
         manager.replay(BatchExecutionDescriptor(P, 999))
 
 

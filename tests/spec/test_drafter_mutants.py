@@ -50,7 +50,6 @@ def test_the_same_engines_without_mutants_are_clean(
     ("mode", "backend"),
     [
         ("none", "hostplan"),
-        ("full", "hostplan"),
         ("full_and_piecewise", "hostplan"),
         ("step", "hostplan"),
         ("step", "flashinfer"),
