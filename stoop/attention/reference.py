@@ -58,7 +58,8 @@ class ReferenceMetadata:
     context_lens: Tensor  # [num_reqs] int32
     seq_lens: Tensor  # [num_reqs] int32
     row_slots: Tensor  # [num_reqs] int64
-    planned: set[int] = field(default_factory=set)  # windows that this step has planned already
+    # Windows that this step has planned already; vLLM: FlashMLASchedMeta.tile_scheduler_metadata.
+    planned: set[int] = field(default_factory=set)
 
 
 class ReferenceBackend:

@@ -93,7 +93,10 @@ State = PagedState | RecurrentState
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The states of all layers, the target's first and the drafter's after them."""
+    """The states of all layers, the target's first and the drafter's after them.
+
+    vLLM: KVCacheConfig.
+    """
 
     states: tuple[State, ...]
     block_size: int

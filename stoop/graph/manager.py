@@ -83,7 +83,7 @@ class CudaGraphManager:
         """Warm up, then capture; returns the state that the graph reads.
 
         Warm-up has its own state: what a backend plans lazily in it must be planned again inside
-        the graph.
+        the graph. vLLM calls `prepare` and `run` together create_forward_fn.
         """
         self._run_watched(descriptor, functools.partial(run, prepare()))
         state = prepare()

@@ -22,7 +22,10 @@ HostCall = Callable[[Any], None]  # gets the step's batch
 
 @dataclass(frozen=True)
 class AttentionState:
-    """A batch and its attention metadata, the objects that a captured graph reads."""
+    """A batch and its attention metadata, the objects that a captured graph reads.
+
+    vLLM: CapturedAttentionState.
+    """
 
     batch: Any  # a padded view of the lane's input buffers
     metadata: Any

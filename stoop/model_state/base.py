@@ -14,7 +14,8 @@ from stoop.graph.support import GraphSupport
 from stoop.layers.stateful import ForwardContext
 from stoop.ops.inputs import SlotTensors
 
-Metadata = Mapping[type[State], Any]  # by kind of state: what its layers read of one step
+# By kind of state (vLLM: attn_groups): what its layers read of one step.
+Metadata = Mapping[type[State], Any]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ModelStateSetup:
 class ModelState(Protocol):
     """The states of all layers, and how one step reads and moves them.
 
-    A family whose layers keep more than KV brings its own: see `Model.make_model_state`.
+    A family whose layers keep more than KV brings its own (vLLM: MambaHybridModelState): see
+    `Model.make_model_state`.
     """
 
     graph_support: GraphSupport  # batches whose passes a graph can hold

@@ -49,6 +49,7 @@ def prepare_draft_prefill(
 ) -> None:
     """Write the token ids shifted by one, each row's last valid index, and its room.
 
+    vLLM: _prepare_eagle_inputs_kernel.
     Each position gets the known token that follows it: a sampled one, or the next of the prompt.
     Positions after a rejected draft are dead.
     """

@@ -60,7 +60,10 @@ class DraftDecodeLane:
         self._dispatcher = Dispatcher(())
 
     def plan_graphs(self, graph: GraphConfig) -> None:
-        """Draft decodes are captured whole where the target's decodes are, never in pieces."""
+        """Draft decodes are captured whole where the target's decodes are, never in pieces.
+
+        vLLM: init_cudagraph_manager, which allows FULL_DECODE_ONLY or NONE.
+        """
         whole = GraphMode(graph.mode).decode_mode(GraphSupport.ALWAYS, 1) >= RunMode.FULL
         if whole and self.model_state.graph_support >= GraphSupport.SINGLE_TOKEN:
             sizes = graph.capture_sizes or default_sizes(min(self.max_reqs, graph.max_capture_size))
@@ -72,6 +75,7 @@ class DraftDecodeLane:
         return self.model_state.can_advance()
 
     def dispatch(self, num_reqs: int) -> BatchExecutionDescriptor:
+        """vLLM: _dispatch_and_sync_dp; there is one rank, so nothing to sync."""
         return self._dispatcher.dispatch(BatchShape(num_reqs, num_reqs, True, SamplingKind.GREEDY))
 
     def capture_state(self, descriptor: BatchExecutionDescriptor) -> AttentionState:

@@ -81,7 +81,7 @@ class EagleSpeculator:
     # ---- phases ----
 
     def phases(self) -> list[Phase]:
-        """Draft prefill has the target's shapes, so it runs on the target's lane."""
+        """Draft prefill has the target's shapes, so it runs on the target's lane. vLLM: propose."""
         drafted = {"token_ids", "num_drafts", "draft features"}
         made = {"draft token_ids", "draft last_token_indices", "draft room"}
         if self.setup.draft_logits is not None:

@@ -55,7 +55,10 @@ States = Mapping[Lane | None, AttentionState]  # of a capture, by lane
 
 
 class PhaseExecutor:
-    """Cuts the list of phases by graph mode, and runs, captures, replays and twins the segments."""
+    """Cuts the list of phases by graph mode, and runs, captures, replays and twins the segments.
+
+    vLLM: PrefillEagleCudaGraphManager for segment P, DecodeEagleCudaGraphManager for segment D.
+    """
 
     def __init__(
         self,
@@ -197,7 +200,10 @@ class PhaseExecutor:
 
     @torch.inference_mode()
     def capture(self, report: Report | None = None) -> None:
-        """Pieces before whole graphs, largest first: what follows fits into the memory taken."""
+        """Pieces before whole graphs, largest first: what follows fits into the memory taken.
+
+        vLLM: GPUModelRunner.capture_model and EagleSpeculator.capture.
+        """
         started = time.perf_counter()
         jobs = sorted(self._jobs(), key=lambda job: _capture_order(job[1]))
         for done, (segment, descriptor) in enumerate(jobs):

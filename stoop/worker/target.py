@@ -189,7 +189,7 @@ class TargetLane:
         return self._dispatcher.dispatch(shape)
 
     def capture_state(self, descriptor: BatchExecutionDescriptor) -> AttentionState:
-        """A batch of padding alone, and fresh metadata for it.
+        """A batch of padding alone, and fresh metadata for it; vLLM: prepare_inputs_to_capture.
 
         Made outside the capture: loading rows is a copy from the host, which is not replayed.
         """
