@@ -82,17 +82,16 @@ class PagePlaces:
 
 
 @dataclass
-class KeptPlan:
-    """The last plan of a graph of draft decodes.
-
-    Lengths are not part of it, so it is used again until a row needs another number of pages.
-    """
+class KnownPages:
+    """The pages of the last step with some wrappers, and its plan if that has no lengths in it."""
 
     num_pages: np.ndarray  # [rows] int64
     places: PagePlaces
-    values: list[Tensor]  # of `_small_buffers`
-    owners: tuple[tuple[int, ...], bytes]  # requests, and how many blocks each has
+    owners: tuple[tuple[int, ...], bytes]  # epochs of requests, and how many blocks each has
     page_indices: Tensor  # [pages] int32: their blocks
+    # Of draft decodes in a graph: the values of `_small_buffers`. Such a plan is used again until a
+    # row needs another number of pages.
+    planned: list[Tensor] | None = None
 
 
 class FlashInferBackend:
@@ -126,7 +125,7 @@ class FlashInferBackend:
         self.eager = self._make_wrappers()
         # Wrappers of captured graphs, by requests and query length.
         self.captured: dict[tuple[int, int], dict[AttentionShape, Any]] = {}
-        self.kept: dict[int, KeptPlan] = {}  # by id of the graph's wrappers
+        self.known: dict[int, KnownPages] = {}  # by id of wrappers
         if setup.device_lengths:
             check_device_lengths(setup, self.make_wrapper, self.workspace)
 
@@ -213,24 +212,31 @@ class FlashInferBackend:
         rows = self._lengths(batch, query_len)
         if query_len is not None:
             self.page_indices[: batch.num_reqs_padded * self.max_pages].fill_(NULL_BLOCK)
+        known = self._know_pages(rows, batch, wrappers)
+        if known.planned is None:
+            self._plan_wrappers(rows, known.page_indices, wrappers, query_len)
+            if self.setup.device_lengths and query_len is not None:
+                known.planned = [each.clone() for each in self._small_buffers()]
+            return
+        pages = self.page_indices[: known.page_indices.shape[0]]
+        torch._foreach_copy_([*self._small_buffers(), pages], [*known.planned, known.page_indices])
+
+    def _know_pages(
+        self, rows: RowLengths, batch: InputBatch, wrappers: dict[AttentionShape, Any]
+    ) -> KnownPages:
+        """The pages of a step: those of the last one, if blocks are the same."""
         owners = tuple(row.epoch for row in batch.plan_rows), rows.num_owned.tobytes()
-        kept = self.kept.get(id(wrappers))
-        if kept is None or not np.array_equal(kept.num_pages, rows.num_pages):
+        known = self.known.get(id(wrappers))
+        if known is None or not np.array_equal(known.num_pages, rows.num_pages):
             places, num_owned = self._make_places(rows)
             page_indices = self._find_pages(places, num_owned, batch)
-            self._plan_wrappers(rows, page_indices, wrappers, query_len)
-            if self.setup.device_lengths and query_len is not None:
-                values = [each.clone() for each in self._small_buffers()]
-                self.kept[id(wrappers)] = KeptPlan(
-                    rows.num_pages, places, values, owners, page_indices
-                )
-            return
-        if kept.owners != owners:
+            known = KnownPages(rows.num_pages, places, owners, page_indices)
+            self.known[id(wrappers)] = known
+        elif known.owners != owners:
             num_owned = torch.from_numpy(rows.num_owned).to(self.setup.device)
-            kept.page_indices = self._find_pages(kept.places, num_owned, batch)
-            kept.owners = owners
-        pages = self.page_indices[: kept.page_indices.shape[0]]
-        torch._foreach_copy_([*self._small_buffers(), pages], [*kept.values, kept.page_indices])
+            known.page_indices = self._find_pages(known.places, num_owned, batch)
+            known.owners = owners
+        return known
 
     def _small_buffers(self) -> list[Tensor]:
         return [self.query_indptr, self.page_indptr, self.last_page_len, self.before_last]

@@ -266,8 +266,8 @@ def keep_the_blocks(patch: Patch) -> None:
     find = FlashInferBackend._find_pages
 
     def stale(self: FlashInferBackend, places: Any, num_owned: Any, batch: InputBatch) -> Any:
-        kept = [plan for plan in self.kept.values() if plan.places is places]
-        return kept[0].page_indices if kept else find(self, places, num_owned, batch)
+        known = [pages for pages in self.known.values() if pages.places is places]
+        return known[0].page_indices if known else find(self, places, num_owned, batch)
 
     patch.setattr(FlashInferBackend, "_find_pages", stale)
 
