@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoop.config.errors import ConfigError
-from stoop.config.schema import EngineOptions
+from stoop.config.schema import FP8, EngineOptions
 from stoop.config.values import plain, shown, unknown_name
 from stoop.config.vllm_names import ENGINE_ARGS, check_foreign
 
@@ -36,7 +36,8 @@ _DTYPE_WORDS: dict[Any, str] = {
 }
 # Synonyms of values.
 SYNONYMS: dict[str, dict[Any, str]] = {
-    **dict.fromkeys(("dtype", "weight_dtype", "kv_cache_dtype"), _DTYPE_WORDS),
+    **dict.fromkeys(("dtype", "weight_dtype"), _DTYPE_WORDS),
+    "kv_cache_dtype": {**_DTYPE_WORDS, "fp8": FP8, "fp8_e4m3": FP8},
     "load_format": {"safetensors": "auto", "hf": "auto", "gguf": "auto"},
     "attention_backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
 }
@@ -60,6 +61,10 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, words in SYNONYMS.items():
         if name in options:
             options[name] = _synonym(options[name], words)
+    kept = options.get("kv_cache_dtype")
+    if isinstance(kept, str):  # fp8 in any case
+        lower = _synonym(kept.lower(), SYNONYMS["kv_cache_dtype"])
+        options["kv_cache_dtype"] = FP8 if lower == FP8 else kept
     for name in ("tokenizer", "device"):
         if name in options:
             options[name] = _as_text(options[name])
