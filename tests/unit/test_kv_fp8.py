@@ -13,6 +13,7 @@ from torch import Tensor
 from stoop import SamplingParams
 from stoop.attention import base
 from stoop.attention.traits import FLASHINFER
+from stoop.bench.step import plant_prefix, step_bytes
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.core.state import DTYPE_BYTES
 from stoop.layers import attention as attention_layer
@@ -73,6 +74,12 @@ def caches(llm: Any) -> list[Tensor]:
     return [cache.view(torch.uint8) for cache in llm.engine.runner.kv_caches]
 
 
+def poison(llm: Any) -> None:
+    """NaN in every block, as memory that was never written may have."""
+    for cache in caches(llm):
+        cache[:, 1:] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8).repeat(cache.shape[-1] // 2)
+
+
 _store = rope.store_kv
 
 
@@ -119,6 +126,7 @@ def test_answers_are_those_of_rounded_keys_and_values(
 
 @pytest.mark.parametrize("backend", ["reference", "hostplan"])
 def test_the_sanitizer_agrees(folder: Path, rounded: list[list[int]], backend: str) -> None:
+    """And NaN in blocks that were never written does no harm."""
     llm = make(
         folder,
         attention_backend=backend,
@@ -126,6 +134,7 @@ def test_the_sanitizer_agrees(folder: Path, rounded: list[list[int]], backend: s
         speculative_config=NGRAM,
         sanitize=True,
     )
+    poison(llm)
     assert generate_ids(llm, prompts(), GREEDY) == rounded
 
 
@@ -169,6 +178,21 @@ def test_the_cache_has_twice_the_blocks_in_the_same_bytes(folder: Path) -> None:
     sizes = [llm.metrics()["kv_cache_bytes"] for llm in (half, eighth)]
     assert sizes[0] == sizes[1] <= 2**20
     assert DTYPE_BYTES["float8_e4m3fn"] == FP8.itemsize
+
+
+def test_benchmarks_count_and_plant_a_cache_in_fp8(folder: Path) -> None:
+    half, eighth = (
+        make(folder, kv_cache_dtype=kind, dtype="bfloat16", num_kv_blocks=64)
+        for kind in ("auto", "fp8")
+    )
+    sizes = [step_bytes(llm, batch=2, live_length=50.0).kv for llm in (half, eighth)]
+    assert sizes[0] == 2 * sizes[1] > 0
+    prompt = [1 + n % 90 for n in range(40)]
+    poison(eighth)
+    plant_prefix(eighth.engine, prompt)
+    eighth.generate([prompt], GREEDY, use_tqdm=False)
+    assert eighth.metrics()["prefix_cache_hit_tokens"] == 32
+    assert eighth.engine.runner.target.hidden[:1].isfinite().all()
 
 
 # ---- scales ----
