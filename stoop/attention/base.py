@@ -103,7 +103,8 @@ class AttentionBackend(Protocol):
         """Attend to the cache, which already holds this step's keys and values.
 
         q: [tokens, heads, head_dim], cache: [2, num_blocks, block_size, kv_heads, head_dim];
-        returns a tensor of q's shape, with zeros for padded tokens.
+        returns a tensor of q's shape, with zeros for padded tokens. Only a cache in fp8 has a
+        `shape.value_scale` other than 1, which multiplies the result.
         """
         ...
 

@@ -34,10 +34,10 @@ _DTYPE_WORDS: dict[Any, str] = {
     "double": "float64",
     "fp64": "float64",
 }
-# Synonyms of values.
+# Synonyms of values; those in lower case match any case.
 SYNONYMS: dict[str, dict[Any, str]] = {
     **dict.fromkeys(("dtype", "weight_dtype"), _DTYPE_WORDS),
-    "kv_cache_dtype": {**_DTYPE_WORDS, "fp8": FP8, "fp8_e4m3": FP8},
+    "kv_cache_dtype": {**_DTYPE_WORDS, "fp8": FP8, "fp8_e4m3": FP8, FP8: FP8},
     "load_format": {"safetensors": "auto", "hf": "auto", "gguf": "auto"},
     "attention_backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
 }
@@ -61,10 +61,6 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, words in SYNONYMS.items():
         if name in options:
             options[name] = _synonym(options[name], words)
-    kept = options.get("kv_cache_dtype")
-    if isinstance(kept, str):  # fp8 in any case
-        lower = _synonym(kept.lower(), SYNONYMS["kv_cache_dtype"])
-        options["kv_cache_dtype"] = FP8 if lower == FP8 else kept
     for name in ("tokenizer", "device"):
         if name in options:
             options[name] = _as_text(options[name])
@@ -98,7 +94,9 @@ def _enforces_eager(given: Mapping[str, Any]) -> bool:
 def _synonym(value: Any, words: Mapping[Any, str]) -> Any:
     if type(value).__module__ == "torch":  # a torch.dtype
         value = str(value).removeprefix("torch.")
-    return words.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return words.get(value, words.get(value.lower(), value))
 
 
 def _as_text(value: Any) -> Any:
