@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
-from stoop.config.backends import BackendTraits
+from stoop.config.backends import BackendTraits, serving_backends
 from stoop.config.errors import ConfigError
+from stoop.config.schema import FP8
 from stoop.graph.support import GraphSupport
 from stoop.ops.inputs import SlotTensors
 
@@ -27,6 +28,7 @@ class AttentionShape:
     head_dim: int
     scale: float
     window: int | None = None  # a token sees itself and window - 1 before it
+    value_scale: float = 1.0  # multiplies what is read from a cache in fp8; `scale` has the keys'
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class AttentionSetup:
 def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:
     """Refuse what a backend does not declare to serve."""
     name, dtype = f"attention_backend={traits.name}", str(setup.dtype).removeprefix("torch.")
+    kv_dtype = None if setup.kv_dtype is None else str(setup.kv_dtype).removeprefix("torch.")
     sizes = traits.head_sizes
     foreign = [s.head_dim for s in setup.shapes if sizes is not None and s.head_dim not in sizes]
     problem = None
@@ -62,8 +65,10 @@ def refuse_unsupported(traits: BackendTraits, setup: AttentionSetup) -> None:
     elif traits.block_sizes is not None and setup.block_size not in traits.block_sizes:
         known = ", ".join(map(str, traits.block_sizes))
         problem = f"does not take block_size={setup.block_size}: use one of {known}"
-    elif not traits.narrow_cache and setup.kv_dtype not in (None, setup.dtype):
-        problem = "reads a KV cache of the compute dtype only: leave kv_cache_dtype at auto"
+    elif not traits.reads(kv_dtype, dtype):
+        able = ", ".join(serving_backends(setup.device.type, dtype, (), kv_dtype))
+        kind = "fp8" if kv_dtype == FP8 else f"{kv_dtype} for computation in {dtype}"
+        problem = f"cannot read a KV cache in {kind} ({able} can): use kv_cache_dtype=auto"
     if problem:
         raise ConfigError(f"{name} {problem}, or attention_backend=auto")
 
@@ -99,7 +104,8 @@ class AttentionBackend(Protocol):
         """Attend to the cache, which already holds this step's keys and values.
 
         q: [tokens, heads, head_dim], cache: [2, num_blocks, block_size, kv_heads, head_dim];
-        returns a tensor of q's shape, with zeros for padded tokens.
+        returns a tensor of q's shape, with zeros for padded tokens. Only a cache in fp8 has a
+        `shape.value_scale` other than 1, which multiplies the result.
         """
         ...
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from stoop.attention.base import AttentionSetup, AttentionShape
 from stoop.batch.input_batch import InputBatch
 from stoop.graph.support import GraphSupport
+from stoop.ops.kv_store import read_cache
 from stoop.ops.library import register
 
 
@@ -86,6 +87,7 @@ class HostPlanBackend:
             metadata.page_indptr,
             metadata.page_indices,
             shape.scale,
+            shape.value_scale,
             shape.window or 0,
             out,
         )
@@ -94,8 +96,8 @@ class HostPlanBackend:
 
 @register(
     "attend_pages(Tensor q, Tensor cache, Tensor query_start_loc, Tensor context_lens, "
-    "Tensor seq_lens, Tensor page_indptr, Tensor page_indices, float scale, int window, "
-    "Tensor(a!) out) -> ()"
+    "Tensor seq_lens, Tensor page_indptr, Tensor page_indices, float scale, "
+    "float value_scale, int window, Tensor(a!) out) -> ()"
 )
 def attend_pages(  # noqa: PLR0913
     q: Tensor,
@@ -106,6 +108,7 @@ def attend_pages(  # noqa: PLR0913
     page_indptr: Tensor,
     page_indices: Tensor,
     scale: float,
+    value_scale: float,
     window: int,
     out: Tensor,
 ) -> None:
@@ -118,8 +121,8 @@ def attend_pages(  # noqa: PLR0913
         if start == end:
             continue
         blocks = page_indices[pages[row] : pages[row + 1]]
-        gathered = cache.index_select(1, blocks).flatten(1, 2)[:, :length]  # [2, length, ...]
-        keys, values = gathered.to(q.dtype).transpose(1, 2)  # [kv_heads, length, head_dim]
+        gathered = read_cache(cache, 1, blocks, q.dtype).flatten(1, 2)[:, :length]
+        keys, values = gathered.transpose(1, 2)  # [kv_heads, length, head_dim]
         seen = _seen(contexts[row], end - start, length, window, q.device)
         attended = F.scaled_dot_product_attention(
             q[start:end].transpose(0, 1)[None],
@@ -129,7 +132,8 @@ def attend_pages(  # noqa: PLR0913
             scale=scale,
             enable_gqa=q.shape[1] != cache.shape[3],
         )
-        out[start:end] = attended[0].transpose(0, 1)
+        attended = attended[0].transpose(0, 1)
+        out[start:end] = attended if value_scale == 1.0 else attended * value_scale
     out[end:].zero_()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from stoop.attention.base import AttentionSetup, AttentionShape
 from stoop.batch.input_batch import InputBatch
 from stoop.graph.support import GraphSupport
+from stoop.ops.kv_store import read_cache
 from stoop.ops.library import register
 
 # The most queries of a row in one tile: it bounds the mask, and lets a window skip old keys.
@@ -116,7 +117,8 @@ class ReferenceBackend:
             )
             metadata.planned.add(window)
         out = q.new_empty(q.shape)
-        attend_tiles(q, cache, self.plan_version, shape.scale, window, self.handle, out)
+        scales = (shape.scale, shape.value_scale)
+        attend_tiles(q, cache, self.plan_version, *scales, window, self.handle, out)
         return out
 
     def lengths(self, query_start_loc: Tensor, context_lens: Tensor, seq_lens: Tensor) -> Lengths:
@@ -163,14 +165,15 @@ def plan_tiles(  # noqa: PLR0913
 
 
 @register(
-    "attend_tiles(Tensor q, Tensor cache, Tensor version, float scale, int window, "
-    "int backend, Tensor(a!) out) -> ()"
+    "attend_tiles(Tensor q, Tensor cache, Tensor version, float scale, float value_scale, "
+    "int window, int backend, Tensor(a!) out) -> ()"
 )
 def attend_tiles(
     q: Tensor,
     cache: Tensor,
     version: Tensor,
     scale: float,
+    value_scale: float,
     window: int,
     backend: int,
     out: Tensor,
@@ -180,7 +183,8 @@ def attend_tiles(
     end = 0
     for tile in _BACKENDS[backend].plans[window]:
         end = tile.first_token + tile.num_rows * tile.query_len
-        out[tile.first_token : end] = _attend(tile, q[tile.first_token : end], keys, values, scale)
+        attended = _attend(tile, q[tile.first_token : end], keys, values, scale)
+        out[tile.first_token : end] = attended if value_scale == 1.0 else attended * value_scale
     out[end:].zero_()
 
 
@@ -191,8 +195,8 @@ def _attend(tile: Tile, q: Tensor, keys: Tensor, values: Tensor, scale: float) -
     pages = (tile.num_rows, -1, num_kv_heads, head_dim)
     attended = F.scaled_dot_product_attention(
         queries.transpose(1, 2),
-        keys.index_select(0, tile.kv_slots).to(q.dtype).view(pages).transpose(1, 2),
-        values.index_select(0, tile.kv_slots).to(q.dtype).view(pages).transpose(1, 2),
+        read_cache(keys, 0, tile.kv_slots, q.dtype).view(pages).transpose(1, 2),
+        read_cache(values, 0, tile.kv_slots, q.dtype).view(pages).transpose(1, 2),
         attn_mask=tile.bias,
         is_causal=tile.causal,
         scale=scale,

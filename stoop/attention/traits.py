@@ -7,8 +7,8 @@ import os
 
 from stoop.config.backends import BackendTraits, declare_backend
 
-REFERENCE = BackendTraits("reference", narrow_cache=True)
-HOSTPLAN = BackendTraits("hostplan", narrow_cache=True)
+REFERENCE = BackendTraits("reference", narrow_cache=True, fp8_cache=True)
+HOSTPLAN = BackendTraits("hostplan", narrow_cache=True, fp8_cache=True)
 # Triton's interpreter, which tests use, runs kernels on a CPU.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = BackendTraits(
@@ -16,6 +16,7 @@ TRITON = BackendTraits(
     devices=("cuda", "cpu") if _INTERPRETED else ("cuda",),
     dtypes=("float32", "bfloat16", "float16"),
     narrow_cache=True,
+    fp8_cache=True,
     preferred_on=("cuda",),
 )
 FLASHINFER = BackendTraits(

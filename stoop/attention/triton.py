@@ -90,6 +90,7 @@ class TritonBackend:
             metadata.row_slots,
             metadata.block_table,
             shape.scale,
+            shape.value_scale,
             shape.window or self.kernels.FULL_ATTENTION,
             plan.max_query_len,
             plan.mixed,

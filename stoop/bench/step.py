@@ -27,6 +27,7 @@ from stoop.engine.engine import Engine
 from stoop.layers.stateful import stateful_layers
 from stoop.llm import LLM
 from stoop.models.loader import DUMMY_STD
+from stoop.ops.kv_store import as_bytes
 
 WARM_STEPS = 4
 PROFILED_STEPS = 16
@@ -288,7 +289,8 @@ def plant_prefix(engine: Engine, prompt: Sequence[int]) -> None:
     writer.block_ids = scheduler.pool.allocate(num_blocks)
     writer.num_computed = num_blocks * scheduler.block_size
     for cache in engine.runner.kv_caches:
-        cache[:, writer.block_ids] = DUMMY_STD * torch.randn_like(cache[:, :1])
+        noise = DUMMY_STD * torch.randn_like(cache[:, :1], dtype=torch.float32)
+        as_bytes(cache)[:, writer.block_ids] = as_bytes(noise.to(cache.dtype))
     scheduler.prefix_cache.insert(writer)
     scheduler.pool.release(writer.block_ids)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoop.config.errors import ConfigError
+from stoop.config.schema import FP8
 
 AUTO = "auto"
 
@@ -30,6 +31,7 @@ class BackendTraits:
     # are zeroed when a request gets them.
     zeroed_cache: bool = False
     narrow_cache: bool = False  # it reads a cache of fewer bits than queries have
+    fp8_cache: bool = False  # it reads a cache in fp8, and applies `AttentionShape.value_scale`
     draft_backend: str | None = None  # another backend, which serves draft decodes instead
     preferred_on: tuple[
         str, ...
@@ -39,6 +41,12 @@ class BackendTraits:
         """Whether it supports this device and dtype."""
         kind = device.split(":")[0]
         return _allows(self.devices, kind) and _allows(self.dtypes, dtype)
+
+    def reads(self, kv_dtype: str | None, dtype: str) -> bool:
+        """Whether it reads a cache of this dtype for queries of that one; None: the same."""
+        if kv_dtype == FP8:
+            return self.fp8_cache
+        return self.narrow_cache or kv_dtype in (None, dtype)
 
     @property
     def installed(self) -> bool:
@@ -96,6 +104,6 @@ def serving_backends(
         for traits in _TRAITS.values()
         if traits.runs(device, dtype)
         and all(_allows(traits.head_sizes, size) for size in head_sizes)
-        and (traits.narrow_cache or kv_dtype in (None, dtype))
+        and traits.reads(kv_dtype, dtype)
         and traits.installed
     ]

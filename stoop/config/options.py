@@ -13,7 +13,7 @@ from stoop.config.graph_names import (
     mode_name,
     parse_sizes,
 )
-from stoop.config.schema import EngineOptions
+from stoop.config.schema import FP8, EngineOptions
 from stoop.config.values import plain, shown, unknown_name
 from stoop.config.vllm_names import ENGINE_ARGS, check_foreign
 
@@ -39,9 +39,10 @@ _DTYPE_WORDS: dict[Any, str] = {
     "double": "float64",
     "fp64": "float64",
 }
-# Synonyms of values.
+# Synonyms of values; those in lower case match any case.
 SYNONYMS: dict[str, dict[Any, str]] = {
-    **dict.fromkeys(("dtype", "weight_dtype", "kv_cache_dtype"), _DTYPE_WORDS),
+    **dict.fromkeys(("dtype", "weight_dtype"), _DTYPE_WORDS),
+    "kv_cache_dtype": {**_DTYPE_WORDS, "fp8": FP8, "fp8_e4m3": FP8, FP8: FP8},
     "load_format": {"safetensors": "auto", "hf": "auto", "gguf": "auto"},
     "attention_backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
 }
@@ -104,7 +105,9 @@ def _agree(name: str, one: Any, other: Any) -> bool:
 def _synonym(value: Any, words: Mapping[Any, str]) -> Any:
     if type(value).__module__ == "torch":  # a torch.dtype
         value = str(value).removeprefix("torch.")
-    return words.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return words.get(value, words.get(value.lower(), value))
 
 
 def _as_text(value: Any) -> Any:

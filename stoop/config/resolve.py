@@ -18,6 +18,7 @@ from stoop.config.graph_names import GRAPH_MODES, parse_sizes
 from stoop.config.options import translate
 from stoop.config.schema import (
     DTYPES,
+    FP8,
     MAX_DEFAULT_SIZE,
     CacheConfig,
     Config,
@@ -32,7 +33,8 @@ from stoop.config.schema import (
 from stoop.config.values import is_number, is_whole, shown
 
 MAX_RUN_AHEAD = 8
-_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, FP8: 8}
+_FEW_BITS = re.compile(r"(nv|mx)?(fp|float)[48]", re.IGNORECASE)
 MIN_KV_BLOCKS = 2  # the null block and one to use
 # More than anything that runs. Without a limit, a typo of a few digits ends in an allocation error.
 MAX_COUNT = 2**31 - 1
@@ -79,11 +81,20 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def _check_dtype(name: str, value: object) -> None:
+    if name == "kv_cache_dtype":
+        if value == FP8:
+            return
+        if isinstance(value, str) and _FEW_BITS.match(value):
+            raise ConfigError(
+                f"{name}={shown(value)} is not supported: of the formats of 8 bits or fewer, stoop "
+                "has e4m3 only; use fp8, or auto, the dtype of the model"
+            )
+        _choice(name, value, ("auto", *DTYPES, "fp8"))
+        return
     if isinstance(value, str) and value.startswith("fp8"):
-        what = "the KV cache" if name == "kv_cache_dtype" else "weights"
         raise ConfigError(
-            f"{name}={shown(value)} is not supported: stoop has no {what} in 8 bits yet; use auto, "
-            "the dtype of the model, or bfloat16"
+            f"{name}={shown(value)} is not supported: stoop has no weights in 8 bits yet; use "
+            "auto, the dtype of the model, or bfloat16"
         )
     _choice(name, value, ("auto", *DTYPES))
 

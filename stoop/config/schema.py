@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 DEFAULT_MODEL = "smollm2-135m"  # it ships with stoop
 MAX_DEFAULT_SIZE = 512  # the largest batch that graphs are captured for by default
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+FP8 = "float8_e4m3fn"  # for the KV cache only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,10 @@ class EngineOptions:
     )
     kv_cache_dtype: str = field(
         default="auto",
-        metadata={"help": "dtype of the KV cache: auto (as dtype), or one of those"},
+        metadata={
+            "help": "dtype of the KV cache: auto (as dtype), one of those, or fp8 (e4m3), which "
+            "halves the memory of bfloat16 and rounds keys and values to 4 significant bits"
+        },
     )
     max_model_len: int | None = field(
         default=None,

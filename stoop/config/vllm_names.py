@@ -108,7 +108,7 @@ ENGINE_ARGS: dict[str, Foreign] = {
         advice="stoop runs no quantised weights: name an unquantised model, or a GGUF file, which "
         "is converted"
     ),
-    "calculate_kv_scales": _only(False, advice="the KV cache has no scales: leave it out"),
+    "calculate_kv_scales": _only(False, advice="KV scales come from the checkpoint: leave it out"),
     "cpu_offload_gb": _only(
         0, 0.0, advice="stoop keeps all weights on the device: use a smaller model or device='cpu'"
     ),

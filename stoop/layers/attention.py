@@ -1,6 +1,7 @@
 """Self-attention: project, rotate, store, attend, project."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm
 from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightView, prefixed
+from stoop.ops.kv_store import NO_SCALES
 from stoop.ops.rope import HeadNorms, Rotation, rotate, rotate_and_store
 
 
@@ -63,6 +65,7 @@ class Attention(StatefulLayer):
         self.kv_size = spec.num_kv_heads * spec.head_dim
         scale = spec.head_dim**-0.5 if scale is None else scale
         self.shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, scale, window)
+        self.kv_scales = NO_SCALES  # of a cache in fp8; any other has none
         self.paged = PagedState(spec.num_kv_heads, spec.head_dim, spec.head_dim, window=window)
         self.qkv_proj = FusedLinear(
             ("q_proj", "k_proj", "v_proj"),
@@ -112,8 +115,14 @@ class Attention(StatefulLayer):
         qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]
         """
         kv_heads, slots = self.shape.num_kv_heads, metadata.slot_mapping
-        q = rotate_and_store(qkv, kv_heads, rotation, self.head_norms, cache, slots)
-        return metadata.attend(self.shape, q, cache)
+        norms, scales = self.head_norms, self.kv_scales
+        q = rotate_and_store(qkv, kv_heads, rotation, norms, cache, slots, scales)
+        if scales == NO_SCALES:
+            return metadata.attend(self.shape, q, cache)
+        # The scale of keys is undone in the scores, that of values in the output.
+        scale = self.shape.scale * scales.k
+        scaled = replace(self.shape, scale=scale, value_scale=scales.v)
+        return metadata.attend(scaled, q, cache)
 
     def empty_output(self, qkv: Tensor, rotation: Rotation) -> Tensor:
         return qkv.new_empty(qkv.shape[0], self.shape.num_heads, self.shape.head_dim)

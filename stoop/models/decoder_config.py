@@ -92,7 +92,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
     quantization = config.get("quantization_config")
-    if quantization:
+    if quantization and not _has_only_kv_scales(quantization):
         named = isinstance(quantization, dict)
         method = quantization.get("quant_method", "unknown") if named else quantization
         raise CheckpointError(
@@ -103,6 +103,19 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise CheckpointError(
             f"hidden_act={shown(config['hidden_act'])} is not supported: use a model with silu"
         )
+
+
+def _has_only_kv_scales(quantization: object) -> bool:
+    """Whether only the KV cache is to be quantised, to fp8, and no weights are."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups"):
+        return False
+    kept = quantization.get("kv_cache_scheme")
+    named = quantization.get("quant_method") == "compressed-tensors"
+    return (
+        named
+        and isinstance(kept, dict)
+        and (kept.get("num_bits"), kept.get("type")) == (8, "float")
+    )
 
 
 def read_windows(config: dict[str, Any], first_windowed: int = 0) -> Windows:

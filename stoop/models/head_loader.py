@@ -7,12 +7,13 @@ import torch
 
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
-from stoop.config.schema import DeviceConfig, HeadSpec, ModelSpec
+from stoop.config.schema import FP8, DeviceConfig, HeadSpec, ModelSpec
 from stoop.core.report import Report
 from stoop.models.base import DraftModel, Model
 from stoop.models.decoder import DecoderSpec
 from stoop.models.eagle import EagleHead, EagleSpec
-from stoop.models.head_source import OWNER, stored_names
+from stoop.models.head_source import OWNER, canonical_names, stored_names
+from stoop.models.kv_scales import load_kv_scales
 from stoop.models.loader import build, check_names, fill_dummy, fill_views, on_meta
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ def load_head(
     else:
         assert folder is not None, "a head is loaded from a folder or is a dummy"
         with WeightReader(folder, allow_pickle=True) as reader:
+            if device.kv_dtype == FP8:
+                load_kv_scales(head, reader, canonical_names(reader.names()))
             fill_head(head, reader, report)
         _share_embedding(head, target, folder)
     head.attach(target, num_positions)

@@ -16,6 +16,7 @@ from stoop.config.schema import DraftMethod
 from stoop.config.values import MAX_SHOWN, is_whole, shown
 from stoop.models.config_reader import Reader, read_json
 from stoop.models.decoder import DERIVED
+from stoop.models.kv_scales import SCALE
 from stoop.models.registry import architectures, model_types
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -33,8 +34,8 @@ _PREFIXES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-# t2d, the mask of drafted tokens, follows from d2t.
-_IGNORED = re.compile(rf"^t2d$|{DERIVED.pattern}")
+# t2d, the mask of drafted tokens, follows from d2t; scales of a KV cache in fp8 are read apart.
+_IGNORED = re.compile(rf"^t2d$|{DERIVED.pattern}|{SCALE.pattern}")
 
 Shape = tuple[int, ...]
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
-from stoop.config.schema import Config, DeviceConfig, ModelSpec
+from stoop.config.schema import FP8, Config, DeviceConfig, ModelSpec
 from stoop.core.report import Report
 from stoop.layers.weights import WeightView, store_matrices_as
 from stoop.models.base import Model, Module, parameter_bytes
+from stoop.models.kv_scales import load_kv_scales, without_scales
 from stoop.models.registry import find_family
 
 DUMMY_STD = 0.02
@@ -37,6 +38,8 @@ def load_model(config: Config, report: Report | None = None) -> Model:
             prefix = find_family(config.model.architecture).layer_prefix
             check_num_layers(reader.names(), prefix, config.model.num_layers, "the weights")
             model = build_model(config, lambda model: _check_weights(model, reader))
+            if config.device.kv_dtype == FP8:
+                load_kv_scales(model, reader, {name: name for name in reader.names()})
             fill_views(list(model.weight_views()), reader, _stored(model, reader), report)
     num_positions = config.schedule.max_model_len
     try:
@@ -141,7 +144,8 @@ def _check_weights(model: Model, reader: WeightReader) -> None:
 
 
 def _stored(model: Model, reader: WeightReader) -> dict[str, str]:
-    return {name: name for name in reader.names() if not model.is_derived(name)}
+    names = without_scales(reader.names())
+    return {name: name for name in names if not model.is_derived(name)}
 
 
 def fill_views(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoop.ops.dispatch import op
-from stoop.ops.kv_store import store_kv
+from stoop.ops.kv_store import FP8, NO_SCALES, KVScales, store_kv, store_kv_fp8
 from stoop.ops.norm import rms_norm
 
 
@@ -71,12 +71,16 @@ def rotate_and_store(
     norms: HeadNorms | None,
     cache: Tensor,
     slot_mapping: Tensor,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache, and return the queries.
 
     qkv: [tokens, heads + 2 * num_kv_heads, head_dim], contiguous
-    cache, slot_mapping: as in `store_kv`
+    cache, slot_mapping: as in `store_kv`; scales: of a cache in fp8
     """
     q, k, v = rotate(qkv, num_kv_heads, rotation, norms)
-    store_kv(k, v, cache, slot_mapping)
+    if cache.dtype == FP8:
+        store_kv_fp8(k, v, cache, slot_mapping, *scales)
+    else:
+        store_kv(k, v, cache, slot_mapping)
     return q

@@ -21,6 +21,7 @@ from stoop.graph.sanitizer import (
     UndeclaredRead,
     UnwrittenRead,
 )
+from stoop.ops.kv_store import as_bytes
 from stoop.worker.executor import PhaseExecutor, Step
 from stoop.worker.new_blocks import fill_blocks
 from stoop.worker.target import Target
@@ -135,7 +136,7 @@ class StepSanitizer:
     def _snapshot(self, blocks: Tensor) -> Snapshot:
         """All buffers, of KV caches only the blocks."""
         return {
-            b.name: b.tensor.index_select(1, blocks)
+            b.name: as_bytes(b.tensor).index_select(1, blocks)
             if b.extent is Extent.BLOCKS
             else b.tensor.clone()
             for b in self.buffers
@@ -145,7 +146,7 @@ class StepSanitizer:
         for buffer in self.buffers:
             saved = snapshot[buffer.name]
             if buffer.extent is Extent.BLOCKS:
-                buffer.tensor.index_copy_(1, blocks, saved)
+                as_bytes(buffer.tensor).index_copy_(1, blocks, saved)
             else:
                 buffer.tensor.copy_(saved)
 

@@ -26,6 +26,7 @@ OTHERS = {
     "attention",
     "attention_parts",
     "choice",
+    "fp8",
     "gated",
     "launch",
     "linear",

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoop.ops.kv_store import NO_SCALES, KVScales, to_fp8
+
 POISON_BLOCK = 2**30
 NAN = float("nan")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,6 +51,13 @@ class Case:
     seq_lens: Tensor
     row_slots: Tensor
     block_table: Tensor
+    scales: KVScales = NO_SCALES  # of a cache in fp8
+
+
+def in_fp8(case: Case, scales: KVScales = NO_SCALES) -> Case:
+    """The case with its keys and values rounded to fp8; NaN stays where no key is."""
+    parts = [to_fp8(part, scale) for part, scale in zip(case.cache, scales, strict=True)]
+    return dataclasses.replace(case, cache=torch.stack(parts), scales=scales)
 
 
 def make_case(
@@ -107,6 +116,7 @@ def attend_densely(case: Case, window: int = 0) -> Tensor:
         key = torch.arange(row.seq_len, device=case.q.device)
         pages = case.block_table[slot].long()[key // block_size]
         gathered = case.cache[:, pages, key % block_size].double()  # [2, keys, kv_heads, head_dim]
+        gathered *= torch.tensor(case.scales, device=case.q.device)[:, None, None, None].double()
         keys, values = gathered.repeat_interleave(group, dim=2)
         query = torch.arange(row.query_len, device=case.q.device) + row.context
         query = query.clamp(max=row.seq_len - 1)[:, None]  # a dead one sees what the last does
@@ -142,7 +152,8 @@ def attend(
         case.seq_lens,
         case.row_slots,
         case.block_table,
-        q.shape[2] ** -0.5,
+        q.shape[2] ** -0.5 * case.scales.k,
+        case.scales.v,
         window,
         plan.max_query_len,
         plan.mixed,
@@ -184,6 +195,7 @@ class Load:
             cache,
             *self.arguments,
             self.q.shape[2] ** -0.5,
+            1.0,
             0,
             plan.max_query_len,
             plan.mixed,

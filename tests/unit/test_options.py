@@ -78,7 +78,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("distributed_executor_backend", "ray", "one device"),
     ("enable_lora", True, "no LoRA"),
     ("quantization", "awq", "GGUF"),
-    ("kv_cache_dtype", "fp8", "dtype of the model"),
+    ("kv_cache_dtype", "fp8_e5m2", "dtype of the model"),
     ("cpu_offload_gb", 4, "smaller model"),
     ("task", "embed", "no pooling"),
     ("runner", "pooling", "no pooling"),
@@ -107,9 +107,30 @@ def test_weights_and_cache_have_a_dtype_of_their_own(name: str) -> None:
     assert getattr(resolved(dtype="float32", **{name: torch.float16}).device, field) == "float16"
     with pytest.raises(ConfigError, match=rf"{name}='int4': use auto, float64, float32, bfloat"):
         make_options("x", {name: "int4"})
-    for word in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-        with pytest.raises(ConfigError, match=rf"{name}='{word}' is not supported: .* in 8 bits"):
+    refused = {"weight_dtype": ("fp8", "fp8_e4m3", "fp8_e5m2"), "kv_cache_dtype": ("fp8_e5m2",)}
+    for word in refused[name]:
+        with pytest.raises(ConfigError, match=rf"{name}='{word}' is not supported: .* 8 bits"):
             make_options("x", {name: word})
+
+
+@pytest.mark.parametrize(
+    "given", ["fp8", "FP8", "fp8_e4m3", "Fp8_E4M3", "float8_e4m3fn", torch.float8_e4m3fn]
+)
+def test_the_cache_may_be_in_fp8(given: Any) -> None:
+    device = resolved(dtype="bfloat16", kv_cache_dtype=given).device
+    assert (device.dtype, device.kv_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert device.weight_dtype == "bfloat16"
+    for name in ("dtype", "weight_dtype"):
+        with pytest.raises(ConfigError, match=f"^{name}="):
+            make_options("x", {name: given})
+
+
+@pytest.mark.parametrize("given", ["fp8_e5m2", "FP8_INC", "fp8_ds_mla", "nvfp4", torch.float8_e5m2])
+def test_other_formats_of_few_bits_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype=.* is not supported: .*use fp8"):
+        make_options("x", {"kv_cache_dtype": given})
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': use auto, .*float16 or fp8$"):
+        make_options("x", {"kv_cache_dtype": "int8"})
 
 
 @pytest.mark.parametrize(("name", "value", "advice"), REFUSED)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from stoop.ops.kernels.attention_parts import (
     attend,
+    attend_alone,
     find_row,
     first_key,
     first_part,
+    fit_queries,
     nothing_seen,
     pages,
     prefetch_keys,
@@ -25,6 +27,7 @@ from stoop.ops.kernels.attention_parts import (
     splits,
     store_part,
     store_zeros,
+    undo_scale,
     zero_padding,
 )
 from stoop.ops.kernels.choice import has_large_tiles
@@ -36,6 +39,7 @@ from stoop.ops.kernels.launch import (
     overlapping,
     wait_for_inputs,
 )
+from stoop.ops.kv_store import FP8
 from stoop.ops.library import register
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -57,7 +61,7 @@ ONE_PER_SM = 43
 @triton.jit(do_not_specialize=["part_size", "max_len", "num_tokens", "num_reqs"])
 def _split_kernel(
     q_ptr, cache_ptr, start_loc_ptr, context_ptr, seq_len_ptr, slot_ptr, table_ptr, out_ptr,
-    part_ptr, part_size, max_len, scale, window, num_tokens, num_reqs,
+    part_ptr, part_size, max_len, scale, value_scale, window, num_tokens, num_reqs,
     q_token_stride, q_head_stride, out_stride, table_stride,
     value_stride, page_stride, token_stride, head_stride,
     ALONE: tl.constexpr, SPLIT: tl.constexpr, DIVISION: tl.constexpr, WINDOWED: tl.constexpr,
@@ -100,11 +104,10 @@ def _split_kernel(
     q_place = token.to(tl.int64) * q_token_stride + head * q_head_stride
     q = tl.load(q_ptr + q_place[:, None] + column, mask=inside, other=0.0)
     position = tl.minimum(context + m // GROUP, seq_len - 1)  # a dead one sees what the last does
-    peak, total, acc = nothing_seen(BLOCK_M, BLOCK_D)
-    peak, total, acc = attend(
-        q, position, peak, total, acc, page, start, stop, first, seq_len, window, scale,
+    peak, total, acc = attend_alone(
+        q, position, page, start, stop, first, seq_len, window, scale, value_scale,
         table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
-        True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
+        WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
     )  # fmt: skip
     if not SPLIT:
         out = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
@@ -155,7 +158,7 @@ def _reduce_kernel(
 @triton.jit(do_not_specialize=["short", "num_tokens", "num_reqs"])
 def _tile_kernel(
     q_ptr, cache_ptr, start_loc_ptr, context_ptr, seq_len_ptr, slot_ptr, table_ptr, out_ptr,
-    short, scale, window, num_tokens, num_reqs,
+    short, scale, value_scale, window, num_tokens, num_reqs,
     q_token_stride, q_head_stride, out_stride, table_stride,
     value_stride, page_stride, token_stride, head_stride,
     WINDOWED: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
@@ -189,6 +192,7 @@ def _tile_kernel(
     first = first_key(lowest, window, WINDOWED)
     start = first // BLOCK_N * BLOCK_N
     stop = tl.minimum(context + tl.minimum(done + BLOCK_Q, query_len), seq_len)
+    q, scale = fit_queries(q, scale, value_scale)
     peak, total, acc = nothing_seen(BLOCK_M, BLOCK_D)
     table_ptr += tl.load(slot_ptr + row) * table_stride
     key_ptr = cache_ptr + kv_head.to(tl.int64) * head_stride
@@ -207,7 +211,7 @@ def _tile_kernel(
         table_ptr, key_ptr, key_ptr + value_stride, page_stride, token_stride,
         True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
     )  # fmt: skip
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = undo_scale(acc, value_scale) / tl.where(total > 0, total, 1.0)[:, None]
     where = token * out_stride + head * HEAD_DIM
     tl.store(out_ptr + where[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -222,16 +226,34 @@ class AttentionTiling:
     num_stages: int
 
 
-def split_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> AttentionTiling:
+def split_tiling(
+    rows: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> AttentionTiling:
     """For `rows` query rows per KV head, bound by the memory bandwidth of reading keys and values.
 
     Two programs of 128 columns fit an SM, each with two tiles of keys and values in flight.
+    kv_dtype: of the cache; None: as `dtype`. Where registers allow, a tile of fp8 has the bytes of
+    one in half precision, and so twice the keys.
     """
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return AttentionTiling(block_m, 32 if block_m == 16 else 16, 8, 2)
     block_n = 64 if head_dim <= 128 else 32
+    if kv_dtype == FP8 and reads_words(block_m, head_dim, dtype):
+        return AttentionTiling(block_m, 2 * block_n, 4, 3)
+    if kv_dtype == FP8 and block_m * head_dim <= 2048:
+        block_n *= 2
     return AttentionTiling(block_m, block_n, 8 if block_m > 64 else 4, 4 if block_m <= 32 else 3)
+
+
+def reads_words(block_m: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the split kernel reads a cache in fp8 as words of four elements.
+
+    Each product then has a fourth of the columns. Triton divides products with fewer rows than
+    columns among the warps of a program by columns; others it would compute in each of them.
+    """
+    columns = triton.next_power_of_2(head_dim) // 4
+    return head_dim % 4 == 0 and block_m < columns and dtype != torch.float32
 
 
 def prompt_tiling(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiling:
@@ -310,8 +332,9 @@ def plan_attention(
 
 @register(
     "paged_attention(Tensor q, Tensor cache, Tensor query_start_loc, Tensor context_lens, "
-    "Tensor seq_lens, Tensor row_slots, Tensor block_table, float scale, int window, "
-    "int max_query_len, bool mixed, int num_splits, Tensor(a!) partials, Tensor(b!) out) -> ()"
+    "Tensor seq_lens, Tensor row_slots, Tensor block_table, float scale, float value_scale, "
+    "int window, int max_query_len, bool mixed, int num_splits, Tensor(a!) partials, "
+    "Tensor(b!) out) -> ()"
 )
 def paged_attention(
     q: Tensor,
@@ -322,6 +345,7 @@ def paged_attention(
     row_slots: Tensor,
     block_table: Tensor,
     scale: float,
+    value_scale: float,
     window: int,
     max_query_len: int,
     mixed: bool,
@@ -335,15 +359,19 @@ def paged_attention(
     cache: [2, num_blocks, block_size, kv_heads, head_dim]
     query_start_loc: [rows + 1] int32; context_lens, seq_lens: [rows] int32; row_slots: [rows] int64
     block_table: [slots, max_blocks] int32, by slot
+    value_scale: of values in a cache in fp8; other caches have none
     max_query_len, mixed, num_splits: as in `AttentionPlan`; without `mixed` no row has more tokens
     partials: [AttentionPlan.partial_size] float32, written before it is read
     """
     assert q.stride(2) == 1 and cache.stride(4) == 1 and block_table.stride(1) == 1
     assert out.is_contiguous() and out.dtype == q.dtype
     call = _Call(
-        pointers=(q, cache, query_start_loc, context_lens, seq_lens, row_slots, block_table, out),
-        numbers=(scale * math.log2(math.e), window, q.shape[0], row_slots.shape[0]),
-        strides=(*q.stride()[:2], out.stride(0), block_table.stride(0), *cache.stride()[:4]),
+        q=q,
+        cache=cache,
+        metadata=(query_start_loc, context_lens, seq_lens, row_slots, block_table),
+        out=out,
+        scales=(scale * math.log2(math.e), value_scale if cache.dtype == FP8 else None),
+        window=window,
     )
     if mixed:
         call.launch_tiles(max_query_len)
@@ -353,50 +381,74 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments that the kernels share, in the order they take them."""
+    """Arguments that the kernels share."""
 
-    pointers: tuple[Tensor, ...]
-    numbers: tuple[float, int, int, int]
-    strides: tuple[int, ...]
+    q: Tensor
+    cache: Tensor
+    metadata: tuple[Tensor, ...]  # query_start_loc, context_lens, seq_lens, row_slots, block_table
+    out: Tensor
+    scales: tuple[float, float | None]  # of scores, with log2(e), and of values
+    window: int
 
     def launch_tiles(self, short: int) -> None:
-        q, num_reqs, options = self.pointers[0], self.numbers[3], self._options()
+        q, options = self.q, self._options()
         tiling = _fitting(prompt_tiling(options["GROUP"], q.shape[2], q.dtype), q.device)
-        num_tiles = triton.cdiv(q.shape[0], tiling.block_m // options["GROUP"]) + num_reqs
+        num_tiles = triton.cdiv(q.shape[0], tiling.block_m // options["GROUP"]) + self.num_reqs
+        cache = self._cache(words=False)
         _tile_kernel[(num_tiles, q.shape[1] // options["GROUP"])](
-            *self.pointers, short, *self.numbers, *self.strides, **options,
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+            q, cache, *self.metadata, self.out, short, *self._numbers(), *self._strides(cache),
+            **options, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
 
     def launch_splits(self, max_len: int, splits: int, partials: Tensor, *, alone: bool) -> None:
-        q, num_reqs, options = self.pointers[0], self.numbers[3], self._options()
-        tiling = _fitting(split_tiling(max_len * options["GROUP"], q.shape[2], q.dtype), q.device)
+        q, num_reqs, options = self.q, self.num_reqs, self._options()
+        rows, head_dim = max_len * options["GROUP"], q.shape[2]
+        tiling = _fitting(split_tiling(rows, head_dim, q.dtype, self.cache.dtype), q.device)
+        cache = self._cache(words=reads_words(tiling.block_m, head_dim, q.dtype))
         num_kv_heads = q.shape[1] // options["GROUP"]
-        part_size = partials.numel() // (q.shape[2] + 2)
-        division = _division(q.shape[2], num_kv_heads * num_reqs)
+        part_size = partials.numel() // (head_dim + 2)
+        division = _division(head_dim, num_kv_heads * num_reqs)
         kernel = _split_kernel[(num_kv_heads, splits, num_reqs)](
-            *self.pointers, partials, part_size, max_len, *self.numbers, *self.strides,
-            ALONE=alone, SPLIT=splits > 1, DIVISION=division, **options,
+            q, cache, *self.metadata, self.out, partials, part_size, max_len, *self._numbers(),
+            *self._strides(cache), ALONE=alone, SPLIT=splits > 1, DIVISION=division, **options,
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlapping(q),
         )  # fmt: skip
         divide_memory(kernel, division)
         if splits == 1:
             return
-        lanes = min(REDUCE_PROGRAMS, max_len * options["GROUP"])
+        lanes = min(REDUCE_PROGRAMS, rows)
         _reduce_kernel[(num_kv_heads, lanes, num_reqs)](
-            *self.pointers[2:5], self.pointers[7], partials, part_size, max_len, self.numbers[1],
-            splits, self.strides[2], BLOCK_S=triton.next_power_of_2(splits),
+            *self.metadata[:3], self.out, partials, part_size, max_len, self.window,
+            splits, self.out.stride(0), BLOCK_S=triton.next_power_of_2(splits),
             BLOCK_N=tiling.block_n,
             **{name: options[name] for name in ("WINDOWED", "GROUP", "HEAD_DIM", "BLOCK_D")},
             num_warps=4 if splits >= 16 else 1, **overlapping(q),
         )  # fmt: skip
 
+    @property
+    def num_reqs(self) -> int:
+        return self.metadata[3].shape[0]
+
+    def _cache(self, words: bool) -> Tensor:
+        """The cache as kernels take it: fp8 as bytes, or as words of four."""
+        if self.cache.dtype != FP8:
+            return self.cache
+        return self.cache.view(torch.int32 if words else torch.uint8)
+
+    def _numbers(self) -> tuple[float | None, ...]:
+        return (*self.scales, self.window, self.q.shape[0], self.num_reqs)
+
+    def _strides(self, cache: Tensor) -> tuple[int, ...]:
+        table = self.metadata[4]
+        strides = (*self.q.stride()[:2], self.out.stride(0), table.stride(0))
+        return (*strides, *cache.stride()[:4])
+
     def _options(self) -> dict[str, int]:
-        q, cache = self.pointers[:2]
+        q, cache = self.q, self.cache
         return {
-            "WINDOWED": self.numbers[1] != FULL_ATTENTION,
+            "WINDOWED": self.window != FULL_ATTENTION,
             "GROUP": q.shape[1] // cache.shape[3],
             "PAGE": cache.shape[2],
             "HEAD_DIM": q.shape[2],

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from stoop.ops.kernels.fp8 import from_fp8, unpack_fp8
 from stoop.ops.kernels.launch import load_early, prefetch
 
 PREFETCHED_TILES = tl.constexpr(1)
@@ -24,6 +25,14 @@ def load_tile(ptr, offset, mask, column, MASKED: tl.constexpr, HEAD_DIM: tl.cons
     if column.shape[1] != HEAD_DIM:
         return tl.load(ptr + offset, mask=column < HEAD_DIM, other=0.0)
     return tl.load(ptr + offset)
+
+
+@triton.jit
+def from_cache(values, dtype: tl.constexpr):
+    """Convert keys or values to the dtype of products; bytes are fp8."""
+    if values.dtype == tl.uint8:
+        return from_fp8(values, dtype)
+    return values.to(dtype)
 
 
 @triton.jit
@@ -49,7 +58,8 @@ def attend(
 ):  # fmt: skip
     """Add the keys from start to stop to the online softmax of the queries at `position`.
 
-    page: page numbers of the first keys. Exponentials are powers of 2: `scale` includes log2(e).
+    page: page numbers of the first keys. Exponentials are powers of 2: `scale` includes log2(e). It
+    is a number, or has one for each row: [rows, 1].
     """
     column = tl.arange(0, q.shape[1])[None, :]
     key = start + tl.arange(0, BLOCK_N)
@@ -61,7 +71,7 @@ def attend(
         offset = place[:, None] + column
         # One tile ahead: the loads below are pipelined only if their page numbers are known.
         page = tl.load(table_ptr + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < seq_len, other=0)
-        k = load_tile(key_ptr, offset, live, column, MASKED, HEAD_DIM).to(q.dtype)
+        k = from_cache(load_tile(key_ptr, offset, live, column, MASKED, HEAD_DIM), q.dtype)
         zero = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
         scores = dot(q, tl.trans(k), zero, WIDE) * scale
         if MASKED:
@@ -72,12 +82,127 @@ def attend(
         fresh = tl.maximum(peak, tl.max(scores, 1))
         weight = tl.exp2(scores - fresh[:, None])
         fade = tl.exp2(peak - fresh)
-        v = load_tile(value_ptr, offset, live, column, MASKED, HEAD_DIM).to(q.dtype)
+        v = from_cache(load_tile(value_ptr, offset, live, column, MASKED, HEAD_DIM), q.dtype)
         total = total * fade + tl.sum(weight, 1)
         acc = dot(weight.to(v.dtype), v, acc * fade[:, None], WIDE)
         peak = fresh
         key += BLOCK_N
     return peak, total, acc
+
+
+@triton.jit
+def attend_alone(
+    q, position, page, start, stop, first, seq_len, window, scale, value_scale,
+    table_ptr, key_ptr, value_ptr, page_stride, token_stride,
+    WINDOWED: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`attend`, masked, to keys that no others come before, in a cache of elements or of words."""
+    peak, total, acc = nothing_seen(q.shape[0], q.shape[1])
+    q, scale = fit_queries(q, scale, value_scale)
+    if key_ptr.dtype.element_ty == tl.int32:
+        peak, total, acc = attend_words(
+            q, position, peak, total, page, start, stop, first, seq_len, window, scale,
+            table_ptr, key_ptr, value_ptr, page_stride, token_stride,
+            WINDOWED, PAGE, HEAD_DIM, BLOCK_N,
+        )  # fmt: skip
+    else:
+        peak, total, acc = attend(
+            q, position, peak, total, acc, page, start, stop, first, seq_len, window, scale,
+            table_ptr, key_ptr, value_ptr, page_stride, token_stride,
+            True, WINDOWED, PAGE, HEAD_DIM, BLOCK_N, WIDE,
+        )  # fmt: skip
+    return peak, total, undo_scale(acc, value_scale)
+
+
+@triton.jit
+def attend_words(
+    q, position, peak, total, page, start, stop, first, seq_len, window, scale,
+    table_ptr, key_ptr, value_ptr, page_stride, token_stride,
+    WINDOWED: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`attend` over a cache in fp8 that is read as words of four elements.
+
+    Tensor cores take values of two keys side by side, but bytes of one key are neighbours in
+    memory: to read single bytes would cost more than the products. So a tile of words is taken
+    apart into four tiles, each with every fourth column, and each has its own products.
+    """
+    WORDS: tl.constexpr = q.shape[1] // 4
+    column = tl.arange(0, WORDS)[None, :]
+    key = start + tl.arange(0, BLOCK_N)
+    q0, q1, q2, q3 = every_fourth(q)
+    acc0 = tl.zeros((q.shape[0], WORDS), tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    for _ in range(start, stop, BLOCK_N):
+        live = key < seq_len
+        if WINDOWED:
+            live &= key >= first
+        place = page.to(tl.int64) * page_stride + (key % PAGE) * token_stride
+        offset = place[:, None] + column
+        page = tl.load(table_ptr + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < seq_len, other=0)
+        words = load_tile(key_ptr, offset, live, column, True, HEAD_DIM // 4)
+        k0, k1, k2, k3 = unpack_fp8(tl.trans(words))
+        scores = tl.dot(q0, k0)
+        scores = tl.dot(q1, k1, scores)
+        scores = tl.dot(q2, k2, scores)
+        scores = tl.dot(q3, k3, scores) * scale
+        seen = key[None, :] <= position[:, None]
+        if WINDOWED:
+            seen &= key[None, :] > position[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
+        fresh = tl.maximum(peak, tl.max(scores, 1))
+        weight = tl.exp2(scores - fresh[:, None])
+        fade = tl.exp2(peak - fresh)
+        v0, v1, v2, v3 = unpack_fp8(load_tile(value_ptr, offset, live, column, True, HEAD_DIM // 4))
+        total = total * fade + tl.sum(weight, 1)
+        weight = weight.to(tl.float16)
+        acc0 = tl.dot(weight, v0, acc0 * fade[:, None])
+        acc1 = tl.dot(weight, v1, acc1 * fade[:, None])
+        acc2 = tl.dot(weight, v2, acc2 * fade[:, None])
+        acc3 = tl.dot(weight, v3, acc3 * fade[:, None])
+        peak = fresh
+        key += BLOCK_N
+    acc = tl.interleave(tl.interleave(acc0, acc2), tl.interleave(acc1, acc3))
+    return peak, total, acc
+
+
+@triton.jit
+def every_fourth(x):
+    """Take a tile apart: the columns 0, 4, 8 ..., then 1, 5, 9 ... and so on."""
+    pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2))
+    even, odd = tl.split(pairs)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def fit_queries(q, scale, value_scale):
+    """Queries in the dtype of products, and the scale of their scores.
+
+    For a cache in fp8 (`value_scale` is not None) bfloat16 becomes float16: fp8 is exact in it, and
+    its conversion is one instruction. bfloat16 has a wider range, so each row is multiplied by a
+    power of two, which the scale of its scores undoes. Elements above 2^-31 of their row's largest
+    stay exact.
+    """
+    if value_scale is not None and q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        peak = tl.max(tl.abs(wide), 1)
+        exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 15)
+        up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # the largest is near 2^14
+        down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        return (wide * up[:, None]).to(tl.float16), (down * scale)[:, None]
+    else:
+        return q, scale
+
+
+@triton.jit
+def undo_scale(acc, value_scale):
+    """Weighted values of a cache in fp8 times their scale; others, without one, as they are."""
+    if value_scale is not None:
+        return acc * value_scale
+    else:
+        return acc
 
 
 @triton.jit
@@ -142,7 +267,9 @@ def prefetch_keys(
 ):  # fmt: skip
     """Prefetch the first keys and values from start to stop: those of earlier steps are on their
     way while the previous kernel computes those of this step."""
-    SIZE: tl.constexpr = HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth // 8
+    # Words hold four elements each.
+    BITS: tl.constexpr = key_ptr.dtype.element_ty.primitive_bitwidth
+    SIZE: tl.constexpr = HEAD_DIM * (8 if key_ptr.dtype.element_ty == tl.int32 else BITS) // 8
     if SIZE % 16 == 0:
         lane = tl.arange(0, 2 * BLOCK_N)  # keys, then values: about one per thread
         for tile in tl.static_range(PREFETCHED_TILES):

@@ -5,12 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoop.ops.kernels.fp8 import to_fp8
 from stoop.ops.kernels.launch import (
     let_next_start,
     load_early,
     overlapping,
     wait_for_inputs,
 )
+from stoop.ops.kv_store import FP8, NO_SCALES, KVScales
 from stoop.ops.library import register
 from stoop.ops.rope import HeadNorms, Rotation
 
@@ -20,11 +22,14 @@ PAIRS = 512  # pairs of elements per program
 @triton.jit(do_not_specialize=["num_positions"])
 def _rotate_and_store_kernel(
     qkv_ptr, table_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, slot_mapping_ptr, cache_ptr,
-    q_out_ptr, eps, value_offset, num_positions,
+    q_out_ptr, eps, k_scale, v_scale, value_offset, num_positions,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token per program: queries come first, then keys, then values."""
+    """HEADS heads of one token per program: queries come first, then keys, then values.
+
+    k_scale, v_scale: of a cache in fp8, whose elements are bytes here; else None
+    """
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -59,6 +64,9 @@ def _rotate_and_store_kernel(
     kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     place = (slot * NUM_KV_HEADS + kv_head) * (2 * HALF) + tl.where(is_value, value_offset, 0)
     stored = live & ~is_query & (slot >= 0)
+    if k_scale is not None:
+        divisor = tl.where(is_value, v_scale, k_scale)
+        first, second = to_fp8(first, divisor), to_fp8(second, divisor)
     kept = cache_ptr.dtype.element_ty
     tl.store(cache_ptr + place + column, first.to(kept), mask=stored)
     tl.store(cache_ptr + place + column + HALF, second.to(kept), mask=stored)
@@ -66,7 +74,8 @@ def _rotate_and_store_kernel(
 
 @register(
     "rotate_and_store_(Tensor qkv, Tensor table, Tensor positions, Tensor? q_norm, "
-    "Tensor? k_norm, float eps, Tensor slot_mapping, Tensor(a!) cache, Tensor(b!) q_out) -> ()"
+    "Tensor? k_norm, float eps, Tensor slot_mapping, float k_scale, float v_scale, "
+    "Tensor(a!) cache, Tensor(b!) q_out) -> ()"
 )
 def rotate_and_store_(
     qkv: Tensor,
@@ -76,6 +85,8 @@ def rotate_and_store_(
     k_norm: Tensor | None,
     eps: float,
     slot_mapping: Tensor,
+    k_scale: float,
+    v_scale: float,
     cache: Tensor,
     q_out: Tensor,
 ) -> None:
@@ -83,10 +94,12 @@ def rotate_and_store_(
     num_kv_heads = cache.shape[3]
     half, num_all = head_dim // 2, num_heads + 2 * num_kv_heads
     block = triton.next_power_of_2(half)
+    scales = (k_scale, v_scale) if cache.dtype == FP8 else (None, None)
+    kept = cache.view(torch.uint8) if cache.dtype == FP8 else cache
     heads = min(max(1, PAIRS // block), triton.next_power_of_2(num_all))
     _rotate_and_store_kernel[(tokens, triton.cdiv(num_all, heads))](
-        qkv, table, positions, q_norm, k_norm, slot_mapping, cache, q_out,
-        eps, cache.stride(0), table.shape[1],
+        qkv, table, positions, q_norm, k_norm, slot_mapping, kept, q_out,
+        eps, *scales, cache.stride(0), table.shape[1],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, NORMS=q_norm is not None,
         HEADS=heads, BLOCK=block, num_warps=4, **overlapping(qkv),
     )  # fmt: skip
@@ -99,6 +112,7 @@ def rotate_and_store(
     norms: HeadNorms | None,
     cache: Tensor,
     slot_mapping: Tensor,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache, and return the queries.
 
@@ -111,6 +125,15 @@ def rotate_and_store(
     )
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     rotate_and_store_(
-        qkv, rotation.table, rotation.positions, q_norm, k_norm, eps, slot_mapping, cache, q
+        qkv,
+        rotation.table,
+        rotation.positions,
+        q_norm,
+        k_norm,
+        eps,
+        slot_mapping,
+        *scales,
+        cache,
+        q,
     )
     return q
