@@ -329,10 +329,9 @@ MUTANTS = (
     ),
     Mutant("a graph too small", choose_a_smaller_graph, "full_decode_only", any_backend=True),
     Mutant(
-        "a baked length of history",
+        "a baked length of history",  # kernels read it on the device
         bake_the_length_of_history,
         "step",
-        any_backend=True,
         buffer="verdict",
     ),
     Mutant(
