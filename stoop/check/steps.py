@@ -19,6 +19,7 @@ class StepWork:
 
     target_builds: int = 0  # of the target's attention metadata: one serves its pass and prefill
     draft_builds: int = 0  # of the metadata of draft decodes
+    build_seconds: float = 0.0  # of the host's thread, for all of these builds
     seconds: float = 0.0  # on a GPU the device may still be at work
 
 
@@ -40,9 +41,12 @@ def watch_steps(llm: LLM) -> Iterator[list[StepWork]]:
         prepare = state.prepare_attn
 
         def counted(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            metadata = prepare(*args, **kwargs)
             if steps:
                 setattr(steps[-1], name, getattr(steps[-1], name) + 1)
-            return prepare(*args, **kwargs)
+                steps[-1].build_seconds += time.thread_time() - started
+            return metadata
 
         patch.setattr(state, "prepare_attn", counted)
 

@@ -17,6 +17,7 @@ from stoop.attention.base import AttentionSetup, AttentionShape
 from stoop.attention.flashinfer import DeviceLengths, FlashInferBackend, RowLengths
 from stoop.batch.input_batch import InputBatch
 from stoop.batch.request_state import RequestState
+from stoop.check.mutants.planned import leave_before_last_unpadded, skip_the_plan
 from stoop.config.backends import serving_backends
 from stoop.config.errors import ConfigError
 from stoop.graph.descriptor import RunMode
@@ -230,22 +231,6 @@ def test_what_nobody_wrote_is_zero(checkpoints: CheckpointStore) -> None:
 # ---- bugs put back ----
 
 
-def skip_the_plan(of_drafts: bool) -> Callable[[Patch], None]:
-    """A graph is replayed by the plan of its capture."""
-
-    def apply(patch: Patch) -> None:
-        plan = FlashInferBackend._plan
-
-        def stale(self: FlashInferBackend, batch: InputBatch, wrappers: Any, length: Any) -> None:
-            skipped = self.setup.device_lengths == of_drafts
-            if not skipped or length is None or not batch.num_reqs:
-                plan(self, batch, wrappers, length)
-
-        patch.setattr(FlashInferBackend, "_plan", stale)
-
-    return apply
-
-
 def keep_the_first_lengths(patch: Patch) -> None:
     """Every draft decode attends to the keys of the first."""
     patch.setattr("stoop.attention.flashinfer._forget_lengths", lambda metadata: None)
@@ -283,19 +268,6 @@ def plan_for_the_first_decode(patch: Patch) -> None:
             return build(self, target, descriptor, number)
 
     patch.setattr(DraftDecodeLane, "_build_draft_attn_metadata", short)
-
-
-def leave_before_last_unpadded(patch: Patch) -> None:
-    """Rows of padding keep what a larger batch left."""
-    plan = FlashInferBackend._plan
-
-    def unpadded(self: FlashInferBackend, batch: InputBatch, *args: Any) -> None:
-        tail = self.before_last[batch.num_reqs :].clone()
-        plan(self, batch, *args)
-        if batch.num_reqs:
-            self.before_last[batch.num_reqs :] = tail
-
-    patch.setattr(FlashInferBackend, "_plan", unpadded)
 
 
 def change_lengths(**change: Callable[[InputBatch, RowLengths], np.ndarray]) -> Any:

@@ -61,6 +61,20 @@ def prepare_inputs_once(patch: Patch) -> None:
     patch.setattr(PhaseExecutor, "_run_captured", once)
 
 
+def keep_the_lengths_of_the_capture(patch: Patch) -> None:
+    """Draft decodes attend by the lengths that the buffers had when their graph was captured."""
+    prepare = drafting.prepare_draft_decode
+
+    def stale(slots: Any, rows: Any, step: Any, *rest: Any) -> None:
+        out = rest[-1]
+        captured = out.seq_lens.clone(), out.context_lens.clone()
+        prepare(slots, rows, step, *rest)
+        out.seq_lens.copy_(captured[0])
+        out.context_lens.copy_(captured[1])
+
+    patch.setattr(drafting, "prepare_draft_decode", stale)
+
+
 # ---- mechanism 3: padding ----
 
 
@@ -284,6 +298,24 @@ MUTANTS = (
         mechanism=2,
         report=38311,
         buffer="draft features",
+    ),
+    draft_mutant(
+        "lengths of the capture",
+        keep_the_lengths_of_the_capture,
+        "full",
+        mechanism=2,
+        report=38311,
+        any_backend=True,
+        buffer="draft context_lens",
+    ),
+    draft_mutant(
+        "lengths of the capture",
+        keep_the_lengths_of_the_capture,
+        "step",
+        mechanism=2,
+        report=38311,
+        any_backend=True,
+        buffer="draft context_lens",
     ),
     draft_mutant(
         "inputs of the first decode for all",

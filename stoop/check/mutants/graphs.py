@@ -18,6 +18,7 @@ from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.graph.dispatch import BatchShape, Dispatcher
 from stoop.graph.manager import CudaGraphManager
 from stoop.graph.phases import Segment
+from stoop.model_state.default import DefaultModelState
 from stoop.ops import inputs as input_ops
 from stoop.ops import rope
 from stoop.ops.library import register
@@ -105,6 +106,18 @@ def pass_max_model_len(patch: Patch) -> None:
         return build(self, replace(batch, seq_lens_cpu_upper_bound=bounds), for_capture)
 
     patch.setattr(HostPlanBackend, "build", wide)
+
+
+def pass_max_model_len_anywhere(patch: Patch) -> None:
+    """The same for any backend: those that do not walk bounds must not mind."""
+    prepare = DefaultModelState.prepare_attn
+
+    def wide(self: DefaultModelState, batch: InputBatch, for_capture: bool = False) -> Any:
+        limit = self.setup.slots.token_ids.shape[1]
+        bounds = np.full_like(batch.seq_lens_cpu_upper_bound, limit)
+        return prepare(self, replace(batch, seq_lens_cpu_upper_bound=bounds), for_capture)
+
+    patch.setattr(DefaultModelState, "prepare_attn", wide)
 
 
 def bake_the_plan(patch: Patch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stoop.check.graphs import TINY_CONFIG
-from stoop.check.mutants import drafts, graphs, pieces, prefill
+from stoop.check.mutants import drafts, graphs, pieces, planned, prefill
 from stoop.check.mutants.base import DRAFTER, NUM_DRAFTS, Mutant, Patch, applied
 from stoop.check.steps import watch_steps
 from stoop.check.workloads import (
@@ -27,7 +27,7 @@ from stoop.core.report import Report
 from stoop.graph.sanitizer import SanitizerError
 from stoop.llm import LLM
 
-DRAFT_MUTANTS = (*prefill.MUTANTS, *drafts.MUTANTS, *pieces.MUTANTS)
+DRAFT_MUTANTS = (*prefill.MUTANTS, *drafts.MUTANTS, *pieces.MUTANTS, *planned.MUTANTS)
 MUTANTS = (*graphs.MUTANTS, *DRAFT_MUTANTS)
 # How strongly attention perturbs a head named "noisy": its drafts are right or wrong depending on
 # its KV. One named "right" always is.

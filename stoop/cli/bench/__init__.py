@@ -2,11 +2,12 @@
 
 import typer
 
+from stoop.cli.bench.harm import harm
 from stoop.cli.bench.questions import acceptance, accuracy
 from stoop.cli.bench.speed import graphs, latency, spec, throughput
 from stoop.cli.bench.steps import peer, profile, step
 
-COMMANDS = (throughput, latency, step, profile, peer, graphs, spec, acceptance, accuracy)
+COMMANDS = (throughput, latency, step, profile, peer, graphs, spec, acceptance, accuracy, harm)
 
 bench = typer.Typer(
     help="Run a benchmark. The last line of its output is JSON.", no_args_is_help=True

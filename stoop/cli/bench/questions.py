@@ -119,7 +119,7 @@ def acceptance(
     from stoop.bench.acceptance import AcceptanceSettings, measure_acceptance
     from stoop.bench.acceptance_report import draw_acceptance, print_acceptance
 
-    drafter = _find_drafter(engine, model)
+    drafter = find_drafter(engine, model)
     if drafter is None:
         raise ConfigError("acceptance needs a drafter: give one with -sc")
     proposed = str(drafter.pop("num_speculative_tokens", ""))
@@ -143,7 +143,7 @@ def acceptance(
         draw_acceptance(report, plot, say)
 
 
-def _find_drafter(engine: dict[str, Any], model: str) -> dict[str, Any] | None:
+def find_drafter(engine: dict[str, Any], model: str) -> dict[str, Any] | None:
     """Parse and check -sc."""
     from stoop.engine.choose_drafter import expand_auto
     from stoop.worker.device import find_device
@@ -182,10 +182,10 @@ def _read_questions(
     if not paths:
         raise ConfigError(NO_QUESTIONS)
     found = read_questions(paths, limit)
-    return encode_questions(found, _load_tokenizer(model, engine), raw)
+    return encode_questions(found, load_tokenizer(model, engine), raw)
 
 
-def _load_tokenizer(model: str, engine: dict[str, Any]) -> "Tokenizer":
+def load_tokenizer(model: str, engine: dict[str, Any]) -> "Tokenizer":
     from stoop.checkpoint.fetch import resolve_model
     from stoop.text.tokenizer import Tokenizer
 
@@ -230,10 +230,10 @@ def accuracy(
     from stoop.bench.questions import encode_tasks, read_exam
 
     exam, worked = read_exam(questions, num_questions, shots, shots_file)
-    drafter = _find_drafter(engine, model)
+    drafter = find_drafter(engine, model)
     if drafter is not None and drafter.get("rejection_sample_method") == "synthetic":
         raise ConfigError("-sc: synthetic acceptance gives wrong answers, choose another method")
-    tasks = encode_tasks(exam, _load_tokenizer(model, engine), worked, raw)
+    tasks = encode_tasks(exam, load_tokenizer(model, engine), worked, raw)
 
     def start(choice: EngineChoice) -> "LLM":
         drafting = {"speculative_config": drafter if choice.drafted else None}

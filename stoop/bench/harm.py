@@ -1,0 +1,512 @@
+"""Measures the harm that known bugs do: a broken engine beside a healthy one with the same options.
+
+Every engine answers questions and is compared with an eager engine without drafts. Bugs whose harm
+is time are timed with and without the bug in turn, in one engine. An error that a broken engine
+raises is a result. On a GPU each engine runs in a process of its own, because an illegal access
+ends the process's CUDA context.
+"""
+
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from stoop.bench.accuracy import Result, compare, score
+from stoop.bench.harm_bugs import EVERY_BUG, Bug, Measure, Workload
+from stoop.bench.questions import Task
+from stoop.bench.shapes import SHAPES, open_shape
+from stoop.check.mutants.base import applied
+from stoop.check.steps import StepWork, watch_steps
+from stoop.core.sampling_params import SamplingParams
+from stoop.graph.sanitizer import SanitizerError
+from stoop.llm import LLM
+
+NUM_FEW = 4  # requests of the workload FEW; a size that graphs are captured for
+FEW_TOKENS = 12
+ROUNDS = 5  # of timings, with and without the bug in turn
+LIMIT_ROUNDS, LIMIT_STEPS, LIMIT_PROMPT = 3, 4, 32
+# By which share acceptance must fall, and the step time at the larger limit must rise.
+LEAST_FALL, LEAST_RISE = 0.05, 1.5
+# The largest gap that rounding explains, on devices where sums depend on the batch.
+ROUNDING = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
+
+Report = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all engines of a table have in common."""
+
+    model: str
+    engine: dict[str, Any]  # options
+    drafter: dict[str, Any]  # speculative_config without the number of drafts
+    num_drafts: int
+    tasks: tuple[Task, ...]
+    max_tokens: int
+    shape: str = "smollm2-135m"  # model of the workload LIMITS: dummy weights, or a path
+    limits: tuple[int, int] = (2048, 131072)
+
+    @property
+    def device(self) -> str:
+        return str(self.engine["device"])
+
+    @property
+    def exact(self) -> bool:
+        """Whether healthy engines must answer as the eager one to the last token."""
+        return self.device == "cpu" and self.engine["dtype"] in ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class EngineKey:
+    """A kind of engine: its healthy outcome serves all bugs that share it."""
+
+    mode: str
+    backend: str
+    num_drafts: int
+    sanitize: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an engine did. Fields are None where it failed or its workload does not have them."""
+
+    error: str | None = None
+    stale: str | None = None  # the buffer that the sanitizer named
+    num_answers: int | None = None
+    num_equal: int | None = None  # answers of the eager engine
+    first_position: int | None = None  # at which any answer differs
+    largest_gap: float | None = None
+    num_correct: int | None = None
+    loglikelihood: float | None = None  # of a token of the reference solutions
+    same: bool | None = None  # answers, score and likelihoods
+    tokens_per_step: float | None = None
+    acceptance: tuple[float, ...] = ()  # by position
+    figures: dict[str, float] = field(default_factory=dict)  # timings and counts, by name
+
+    def as_record(self) -> dict[str, Any]:
+        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        finite = self.loglikelihood is None or math.isfinite(self.loglikelihood)
+        # JSON has no NaN.
+        return record | {
+            "loglikelihood": self.loglikelihood if finite else None,
+            "acceptance": list(self.acceptance),
+        }
+
+
+@dataclass(frozen=True)
+class HarmRow:
+    """A bug: the healthy engine and the broken one."""
+
+    bug: Bug
+    healthy: Outcome
+    broken: Outcome
+    exact: bool
+    dtype: str
+
+    def problems(self) -> list[str]:
+        """Why the healthy engine is not healthy, or the bug does not do the harm it declares."""
+        return [each for each in (self._sickness(), self._missing_harm()) if each is not None]
+
+    def _sickness(self) -> str | None:
+        healthy = self.healthy
+        if healthy.error is not None:
+            return f"the healthy engine fails: {healthy.error}"
+        if self.exact and healthy.same is False:
+            return f"the healthy engine differs from eager: {_equal(healthy)} answers are equal"
+        gap = healthy.largest_gap
+        if not self.exact and gap is not None and gap > ROUNDING[self.dtype]:
+            return f"the healthy engine differs from eager by a gap of {gap:.3g}: not by rounding"
+        return None
+
+    def _missing_harm(self) -> str | None:
+        found = _HARM[self.bug.measure](self)
+        return None if found else f"the bug does not show as {self.bug.measure.value!r}"
+
+    def as_record(self) -> dict[str, Any]:
+        mutant = self.bug.mutant
+        return {
+            "report": self.bug.report,
+            "bug": self.bug.name,
+            "mode": mutant.mode,
+            "backend": mutant.backend,
+            "measure": self.bug.measure.value,
+            "healthy": self.healthy.as_record(),
+            "broken": self.broken.as_record(),
+            "problems": self.problems(),
+        }
+
+
+def _equal(outcome: Outcome) -> str:
+    return f"{outcome.num_equal} of {outcome.num_answers}"
+
+
+# ---- the harm that a bug declares ----
+
+
+def _answers_change(row: HarmRow) -> bool:
+    broken = row.broken
+    return broken.num_equal is not None and broken.num_equal < (broken.num_answers or 0)
+
+
+def _fewer_drafts(row: HarmRow) -> bool:
+    """Drafts cost acceptance; the answers stay those of the target."""
+    healthy, broken = row.healthy.tokens_per_step, row.broken.tokens_per_step
+    if healthy is None or broken is None:
+        return False
+    kept = not row.exact or row.broken.num_equal == row.broken.num_answers
+    return kept and broken < healthy * (1 - LEAST_FALL)
+
+
+def _refused(row: HarmRow) -> bool:
+    refusal = row.bug.mutant.refusal
+    return refusal is not None and refusal in (row.broken.error or "")
+
+
+def _built_twice(row: HarmRow) -> bool:
+    builds = "builds a step"
+    return row.healthy.figures.get(builds) == 1 and row.broken.figures.get(builds) == 2
+
+
+def _named(row: HarmRow) -> bool:
+    """By the sanitizer; an index that it has poisoned may fail before it is named."""
+    wanted = row.bug.mutant.buffer
+    if wanted is None:
+        return row.bug.sanitize and row.broken.error is not None
+    return row.broken.stale == wanted
+
+
+def _slower(row: HarmRow) -> bool:
+    healthy, broken = _growth(row.healthy), _growth(row.broken)
+    return healthy is not None and broken is not None and broken > LEAST_RISE * healthy
+
+
+def _growth(outcome: Outcome) -> float | None:
+    """The step time at the larger limit by that at the smaller one."""
+    times = [value for name, value in outcome.figures.items() if name.startswith("ms a step")]
+    return times[1] / times[0] if len(times) == 2 else None
+
+
+_HARM: dict[Measure, Callable[[HarmRow], bool]] = {
+    Measure.ANSWERS: _answers_change,
+    Measure.DRAFTS: _fewer_drafts,
+    Measure.ERROR: lambda row: row.broken.error is not None,
+    Measure.REFUSED: _refused,
+    Measure.STALE: _named,
+    Measure.BUILDS: _built_twice,
+    Measure.TIME: _slower,
+    Measure.NONE: lambda row: row.broken.error is None and not _slower(row),
+}
+
+
+# ---- all bugs ----
+
+
+def measure_harm(setting: Setting, bugs: Sequence[Bug], report: Report) -> list[HarmRow]:
+    """Run the baseline, then for each bug a healthy engine (once a kind) and a broken one."""
+    apart = setting.device != "cpu"
+    total, done = _count_engines(setting, bugs), 0
+
+    def advance(what: str) -> None:
+        nonlocal done
+        report(f"{done + 1} of {total}: {what}", done, total)
+        done += 1
+
+    advance("eager, without drafts")
+    baseline = _apart(_baseline, setting) if apart else _baseline(setting)
+    if isinstance(baseline, str):
+        raise RuntimeError(f"the eager engine fails: {baseline}")
+    healthy: dict[EngineKey, Outcome] = {}
+    rows = []
+    for bug in bugs:
+        key = _key(bug, setting)
+        if bug.workload in (Workload.FIRST_TOKENS, Workload.LIMITS):
+            advance(f"{bug.label}, healthy and broken in turn")
+            pair = _run(apart, _run_in_turn, setting, bug, baseline)
+            if bug.workload is Workload.FIRST_TOKENS:
+                healthy.setdefault(key, replace(pair[0], figures={}))
+        else:
+            if key not in healthy:
+                advance(f"healthy ({key.mode}, {key.backend}{_suffix(key)})")
+                healthy[key] = _run(apart, _run_engine, setting, bug, baseline, False)
+            advance(bug.label)
+            broken = _run(apart, _run_engine, setting, bug, baseline, True)
+            pair = healthy[key], broken
+        rows.append(HarmRow(bug, pair[0], pair[1], setting.exact, setting.engine["dtype"]))
+    return rows
+
+
+def _count_engines(setting: Setting, bugs: Sequence[Bug]) -> int:
+    in_turn = [bug for bug in bugs if bug.workload in (Workload.FIRST_TOKENS, Workload.LIMITS)]
+    known = {_key(bug, setting) for bug in in_turn if bug.workload is Workload.FIRST_TOKENS}
+    needed = {_key(bug, setting) for bug in bugs if bug not in in_turn}
+    return 1 + len(bugs) + len(needed - known)
+
+
+def _suffix(key: EngineKey) -> str:
+    sanitized = ", sanitized" if key.sanitize else ""
+    return f", K = {key.num_drafts}{sanitized}" if key.num_drafts else f", no drafts{sanitized}"
+
+
+def _key(bug: Bug, setting: Setting) -> EngineKey:
+    mutant = bug.mutant
+    num_drafts = 0
+    if bug.drafts:
+        num_drafts = min(setting.num_drafts, bug.most_drafts or setting.num_drafts)
+    return EngineKey(mutant.mode, mutant.backend, num_drafts, bug.sanitize)
+
+
+def _run(apart: bool, function: Callable[..., Any], setting: Setting, bug: Bug, *args: Any) -> Any:
+    number = EVERY_BUG.index(bug) if bug in EVERY_BUG else bug
+    if not apart:
+        return function(setting, number, *args)
+    found = _apart(function, setting, number, *args)
+    if isinstance(found, str):
+        failed = Outcome(error=found)
+        return (failed, failed) if function is _run_in_turn else failed
+    return found
+
+
+def _apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a new process; returns a text if that process has died."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        process.join()
+        return f"the process ended with code {process.exitcode}"
+    finally:
+        process.join()
+
+
+def _send(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        connection.send(function(*args))
+    except Exception as error:
+        connection.send(_describe(error))
+
+
+def _describe(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+# ---- one engine ----
+
+
+def _baseline(setting: Setting) -> Result:
+    llm = _start(setting, EngineKey("none", "auto", 0, False))
+    return score(llm, setting.tasks, setting.max_tokens, with_rivals=True)
+
+
+def _start(setting: Setting, key: EngineKey) -> LLM:
+    options: dict[str, Any] = {
+        **setting.engine,
+        "graph_mode": key.mode,
+        "attention_backend": key.backend,
+        "sanitize": key.sanitize,
+        "speculative_config": None,
+        "enable_prefix_caching": False,
+    }
+    if key.mode == "none":
+        del options["capture_sizes"]
+    if key.num_drafts:
+        drafter = {**setting.drafter, "num_speculative_tokens": key.num_drafts}
+        options["speculative_config"] = drafter
+    return LLM(setting.model, **options)
+
+
+def _find(number: "int | Bug") -> Bug:
+    """Mutants hold functions that cannot be sent to another process: a bug goes by its number."""
+    return EVERY_BUG[number] if isinstance(number, int) else number
+
+
+def _run_engine(
+    setting: Setting, number: "int | Bug", baseline: Result, is_broken: bool
+) -> Outcome:
+    bug = _find(number)
+    try:
+        with applied(bug.mutant) if is_broken else nullcontext():
+            llm = _start(setting, _key(bug, setting))
+            few = _answer_few(llm, setting, baseline)
+            if bug.sanitize or (is_broken and bug.workload is Workload.FEW):
+                return few
+            every = _answer_all(llm, setting, baseline)
+            return every if few.same or is_broken else replace(every, same=False)
+    except Exception as error:  # a broken engine may fail in any way
+        stale = getattr(error, "buffer", None) if isinstance(error, SanitizerError) else None
+        named = "sanitizer" if isinstance(error, SanitizerError) else None
+        return Outcome(error=_describe(error), stale=stale or named)
+
+
+def _answer_all(llm: LLM, setting: Setting, baseline: Result) -> Outcome:
+    result = score(llm, setting.tasks, setting.max_tokens)
+    found = compare(result, baseline)
+    drafted = result.drafter is not None
+    return Outcome(
+        num_answers=found.num_answers,
+        num_equal=found.num_equal,
+        first_position=found.first_position,
+        largest_gap=found.largest_gap,
+        num_correct=result.num_correct,
+        loglikelihood=result.loglikelihood_per_token,
+        same=found.same,
+        tokens_per_step=result.tokens_per_step if drafted else None,
+        acceptance=tuple(result.counts.acceptance_rates),
+    )
+
+
+def _answer_few(llm: LLM, setting: Setting, baseline: Result) -> Outcome:
+    """Four requests at most. The last one ends at its first token, so the step after it has fewer
+    rows than its graph, and buffers may still hold what its long prompt left."""
+    tasks = setting.tasks[:NUM_FEW]
+    num_tokens = min(FEW_TOKENS, setting.max_tokens)
+    limits = [num_tokens] * (len(tasks) - 1) + [1]
+    params = [
+        SamplingParams(temperature=0, max_tokens=limit, stop=task.stop)
+        for limit, task in zip(limits, tasks, strict=True)
+    ]
+    outputs = llm.generate([list(task.prompt) for task in tasks], params, use_tqdm=False)
+    equal = [
+        list(output.outputs[0].token_ids) == list(answer.token_ids[:limit])
+        for output, answer, limit in zip(outputs, baseline.answers, limits, strict=False)
+    ]
+    num_equal = sum(equal)
+    return Outcome(num_answers=len(equal), num_equal=num_equal, same=num_equal == len(equal))
+
+
+# ---- bugs whose harm is time ----
+
+
+def _run_in_turn(
+    setting: Setting, number: "int | Bug", baseline: Result
+) -> tuple[Outcome, Outcome]:
+    """Time one engine with and without the bug, which must be one of steps, not of captures."""
+    bug = _find(number)
+    try:
+        if bug.workload is Workload.LIMITS:
+            return _time_limits(setting, bug)
+        return _time_first_tokens(setting, bug, baseline)
+    except Exception as error:
+        failed = Outcome(error=_describe(error))
+        return failed, failed
+
+
+@contextmanager
+def _maybe(bug: Bug, is_broken: bool) -> Iterator[None]:
+    with applied(bug.mutant) if is_broken else nullcontext():
+        yield
+
+
+def _time_first_tokens(setting: Setting, bug: Bug, baseline: Result) -> tuple[Outcome, Outcome]:
+    llm = _start(setting, _key(bug, setting))
+    tasks = setting.tasks[:NUM_FEW]
+    waits: dict[bool, list[float]] = {False: [], True: []}
+    work: dict[bool, list[StepWork]] = {False: [], True: []}
+    _first_token(llm, tasks[0])  # warm up
+    for turn in range(ROUNDS):
+        for is_broken in (False, True) if turn % 2 else (True, False):
+            with _maybe(bug, is_broken), watch_steps(llm) as steps:
+                every = [_first_token(llm, task) for task in tasks]
+            waits[is_broken].append(statistics.mean(every))
+            work[is_broken] += steps
+    outcomes = []
+    for is_broken in (False, True):
+        with _maybe(bug, is_broken):
+            outcome = _answer_all(llm, setting, baseline)
+        steps = work[is_broken]
+        figures = {
+            "builds a step": max(step.target_builds for step in steps),
+            "ms to build": min(_build_ms(steps)),
+            "ms to the first token": min(waits[is_broken]) * 1000,
+        }
+        outcomes.append(replace(outcome, figures=figures))
+    return outcomes[0], outcomes[1]
+
+
+def _build_ms(steps: Sequence[StepWork]) -> list[float]:
+    """The host's time for metadata, by round: the mean of its steps."""
+    size = max(len(steps) // ROUNDS, 1)
+    chunks = [steps[start : start + size] for start in range(0, len(steps), size)]
+    return [statistics.mean(step.build_seconds for step in chunk) * 1000 for chunk in chunks]
+
+
+def _first_token(llm: LLM, task: Task) -> float:
+    """Seconds to the first token of an answer; one more follows, so that the step drafts."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    started = time.perf_counter()
+    outputs = llm.stream(list(task.prompt), params)
+    next(outputs)
+    waited = time.perf_counter() - started
+    for _ in outputs:
+        pass
+    return waited
+
+
+def _time_limits(setting: Setting, bug: Bug) -> tuple[Outcome, Outcome]:
+    """A short request at both limits. One engine a limit: that of the longer one needs much KV."""
+    figures: dict[bool, dict[str, float]] = {False: {}, True: {}}
+    for limit in setting.limits:
+        with ExitStack() as stack:
+            llm = stack.enter_context(_short_engine(setting, bug, limit))
+            times: dict[bool, list[float]] = {False: [], True: []}
+            _step_ms(llm)  # warm up
+            for _ in range(LIMIT_ROUNDS):
+                for is_broken in (False, True):
+                    with _maybe(bug, is_broken):
+                        times[is_broken].append(_step_ms(llm))
+            for is_broken, found in times.items():
+                figures[is_broken][f"ms a step at {limit:,}"] = min(found)
+            del llm
+    return Outcome(figures=figures[False]), Outcome(figures=figures[True])
+
+
+@contextmanager
+def _short_engine(setting: Setting, bug: Bug, limit: int) -> Iterator[LLM]:
+    with open_shape(setting.shape, 0, limit) as (folder, shaped):
+        options: dict[str, Any] = {
+            **shaped,
+            "device": setting.device,
+            "dtype": setting.engine["dtype"],
+            "max_model_len": limit,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 2 * LIMIT_PROMPT,
+            "capture_sizes": "1",
+            "graph_mode": bug.mutant.mode,
+            "attention_backend": bug.mutant.backend,
+            "speculative_config": None,
+            "enable_prefix_caching": False,
+        }
+        if setting.shape in SHAPES:
+            options["kv_cache_dtype"] = "bfloat16"  # half the memory
+        yield LLM(folder, **options)
+
+
+def _step_ms(llm: LLM) -> float:
+    """Milliseconds of a decode step of one short request."""
+    params = SamplingParams(
+        temperature=0, max_tokens=LIMIT_STEPS + 1, ignore_eos=True, detokenize=False
+    )
+    outputs = llm.stream(list(range(3, 3 + LIMIT_PROMPT)), params)
+    next(outputs)
+    _synchronize(llm)
+    started = time.perf_counter()
+    for _ in outputs:
+        pass
+    _synchronize(llm)
+    return (time.perf_counter() - started) / LIMIT_STEPS * 1000
+
+
+def _synchronize(llm: LLM) -> None:
+    if llm.config.device.device != "cpu":
+        torch.cuda.synchronize()
