@@ -4,7 +4,9 @@ A plan splits the batch into work for the SMs. Kernels read the plan and each re
 buffers with fixed addresses, so after planning again a captured graph serves other lengths.
 FlashInfer assumes that queries are the last of their row's keys, so with several queries a row a
 plan needs exact contexts. The host knows them only while no step is in flight, hence no
-`run_ahead`. With no step in flight, no plan is rewritten while it is copied, either.
+`run_ahead`. With no step in flight, no plan is rewritten while it is copied, either. (Draft decodes
+may still run while those of the next step are planned: planning again starts with a copy that waits
+for the stream.)
 
 Draft decodes have lengths that only the device knows, and one query a row. Their plan is made for
 upper bounds, and made again when a row outgrows them. Kernels take the number of keys from
@@ -248,8 +250,7 @@ class FlashInferBackend:
         wrappers: dict[AttentionShape, Any],
         query_len: int | None,
     ) -> None:
-        block_size, dtype = self.setup.block_size, self.setup.dtype
-        before_last = (rows.num_pages - 1) * block_size
+        before_last = (rows.num_pages - 1) * self.setup.block_size
         last_page_len = torch.from_numpy((rows.keys - before_last).astype(np.int32))
         if self.setup.device_lengths:
             self.before_last.zero_()
@@ -259,19 +260,7 @@ class FlashInferBackend:
                 last_page_len = self.last_page_len[: len(last_page_len)]
         plan = (_indptr(rows.queries), _indptr(rows.num_pages), page_indices, last_page_len)
         for shape, wrapper in wrappers.items():
-            wrapper.plan(
-                *plan,
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-                block_size,
-                causal=True,
-                sm_scale=shape.scale,
-                window_left=shape.window - 1 if shape.window else -1,
-                q_data_type=dtype,
-                kv_data_type=dtype,
-                uniform_q_len=query_len,
-            )
+            _plan_wrapper(wrapper, plan, shape, self.setup, query_len)
 
     def _lengths(self, batch: InputBatch, query_len: int | None) -> RowLengths:
         queries, block_size = batch.query_lens_cpu, self.setup.block_size
@@ -353,7 +342,23 @@ def check_device_lengths(
     setup: AttentionSetup, make_wrapper: Callable[..., Any], workspace: Tensor
 ) -> None:
     """Refuse a library that does not take lengths shorter than planned from the device."""
-    shape, block_size, device = setup.shapes[0], setup.block_size, setup.device
+    for shape in setup.shapes:
+        by_bounds, exact = _probe(setup, shape, make_wrapper, workspace)
+        if not torch.allclose(by_bounds, exact, rtol=PROBE_ERROR, atol=PROBE_ERROR):
+            raise ConfigError(
+                "the installed FlashInfer does not read lengths on the device, which draft decodes "
+                "need: pip install 'stoop[flashinfer]', or use attention_backend=triton"
+            )
+
+
+def _probe(
+    setup: AttentionSetup,
+    shape: AttentionShape,
+    make_wrapper: Callable[..., Any],
+    workspace: Tensor,
+) -> list[Tensor]:
+    """What rows of some lengths attend to: planned for more keys than they have, then exactly."""
+    block_size, device = setup.block_size, setup.device
     bound = PROBE_PAGES * block_size
     lengths = np.array([bound - block_size - 1, bound // 2, 1])
     random = torch.Generator().manual_seed(0)
@@ -371,30 +376,35 @@ def check_device_lengths(
         last_page_len = torch.from_numpy((planned - before_last).astype(np.int32)).to(device)
         plan = _indptr(np.ones_like(planned)), _indptr(num_pages), torch.from_numpy(pages)
         wrapper = make_wrapper(workspace, "NHD", backend="fa2")
-        wrapper.plan(
-            *(each.to(device) for each in plan),
-            last_page_len,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            block_size,
-            causal=True,
-            sm_scale=shape.scale,
-            window_left=shape.window - 1 if shape.window else -1,
-            q_data_type=setup.dtype,
-            kv_data_type=setup.dtype,
-            uniform_q_len=1,
-        )
+        on_device = (*(each.to(device) for each in plan), last_page_len)
+        _plan_wrapper(wrapper, on_device, shape, setup, query_len=1)
         last_page_len.copy_(torch.from_numpy(lengths - before_last))
         out = torch.empty_like(q)
         wrapper.run(q, (cache[0], cache[1]), out=out, enable_pdl=False)
         found.append(out)
-    by_bounds, exact = found
-    if not torch.allclose(by_bounds, exact, rtol=PROBE_ERROR, atol=PROBE_ERROR):
-        raise ConfigError(
-            "the installed FlashInfer does not read lengths on the device, which draft decodes "
-            "need: pip install 'stoop[flashinfer]', or use attention_backend=triton"
-        )
+    return found
+
+
+def _plan_wrapper(
+    wrapper: Any,
+    plan: tuple[Tensor, ...],
+    shape: AttentionShape,
+    setup: AttentionSetup,
+    query_len: int | None,
+) -> None:
+    wrapper.plan(
+        *plan,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        setup.block_size,
+        causal=True,
+        sm_scale=shape.scale,
+        window_left=shape.window - 1 if shape.window else -1,
+        q_data_type=setup.dtype,
+        kv_data_type=setup.dtype,
+        uniform_q_len=query_len,
+    )
 
 
 def _workspace_bytes(setup: AttentionSetup) -> int:

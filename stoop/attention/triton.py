@@ -50,6 +50,11 @@ class TritonBackend:
                 f"attention_backend=triton has no kernels for {name}: use "
                 "attention_backend=reference"
             )
+        if setup.kv_dtype == torch.float8_e4m3fn and not _converts_fp8(setup.device):
+            raise ConfigError(
+                "a KV cache in fp8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper or "
+                "newer): use kv_cache_dtype=auto"
+            )
         self.kernels = kernels
         self.block_table = setup.slots.block_table
         self.num_sms = kernels.count_sms(setup.device)
@@ -99,3 +104,7 @@ class TritonBackend:
             out,
         )
         return out
+
+
+def _converts_fp8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -44,6 +44,11 @@ def methods() -> tuple[str, ...]:
     return (*HEAD_METHODS, *_headless)
 
 
+def needs_head(options: SpecOptions) -> bool:
+    """Whether a head makes the drafts: the model given, or the one that ships with the target."""
+    return options.method not in _headless
+
+
 def asks_for_auto(given: Any) -> bool:
     """Whether to take the head that ships with the model, if any: see engine/choose_drafter.py."""
     return isinstance(given, str) and given.strip().lower() == "auto"
@@ -121,9 +126,11 @@ def _check(options: SpecOptions) -> None:
             raise _refuse(f"has {name}={shown(getattr(options, name))}: use text")
     if options.num_speculative_tokens is not None:
         _whole("num_speculative_tokens", options.num_speculative_tokens, 1, MAX_DRAFTS)
-    method, headless = options.method, options.method in _headless
-    if not headless and options.model is None:
-        raise _refuse('lacks model: name the draft head, or use {"method": "ngram"}')
+    method, headless = options.method, not needs_head(options)
+    if options == SpecOptions():
+        raise _refuse(f"is empty: write an object such as {EXAMPLE}")
+    if not headless and options.revision is not None and options.model is None:
+        raise _refuse("has a revision without a model: name the draft head")
     if headless and (options.model is not None or options.revision is not None):
         raise _refuse(
             f"has a model or revision with method {method}, which takes none: leave it out"

@@ -6,16 +6,18 @@ for the next start. Nothing is measured before the first answer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.shipped import acceptance_lengths, shipped_head
+from stoop.config.errors import ConfigError
 from stoop.config.schema import EngineOptions, ModelSpec, SpecConfig
 from stoop.config.speculation import (
     SpecOptions,
     asks_for_auto,
+    needs_head,
     parse_speculation,
     settle_speculation,
 )
@@ -56,6 +58,8 @@ def choose_drafter(
     """target: the model's folder"""
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
+        if asked is not None and asked.model is None and needs_head(asked):
+            asked = replace(asked, model=str(_own_head(target)))
         return DrafterChoice(_settle(asked, options, model, report) if asked else None)
     folder = shipped_head(target)
     if folder is None or options.load_format == "dummy":
@@ -72,6 +76,16 @@ def choose_drafter(
         note += why
     wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
     return DrafterChoice(_settle(wanted, options, model, report), note, store, lengths, known)
+
+
+def _own_head(target: Path) -> Path:
+    folder = shipped_head(target)
+    if folder is None:
+        raise ConfigError(
+            "speculative_config lacks model, and no head ships with this model: name the draft "
+            'head, or use {"method": "ngram"}'
+        )
+    return folder
 
 
 def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int, str]:

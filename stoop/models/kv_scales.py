@@ -58,10 +58,18 @@ def load_kv_scales(module: Module, reader: WeightReader, stored: Mapping[str, st
                 f"tensor {place} is a scale of a layer that the model does not have: the config "
                 "and the weights do not belong together"
             )
+    used: set[str | None] = set()
     for prefix, layer in layers.items():
         found = {kind: _find(prefix, names, scales) for kind, names in _NAMES.items()}
+        used.update(found.values())
         layer.kv_scales = KVScales(
             **{kind: _read(reader, name) for kind, name in found.items() if name is not None}
+        )
+    unknown = [place for place in scales.values() if place not in used]
+    if unknown:
+        raise CheckpointError(
+            f"tensor {unknown[0]} is a scale under a name that stoop does not know: use "
+            "kv_cache_dtype=auto, which reads none"
         )
 
 

@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stoop.attention.base import AttentionSetup
+from stoop.attention.base import AttentionSetup, AttentionShape
 from stoop.attention.registry import make_backend, make_draft_backend
 from stoop.batch.staging import StagedWrites
 from stoop.config.schema import Config
@@ -20,7 +21,7 @@ from stoop.graph.dispatch import BatchShape
 from stoop.graph.phases import HostCall, check_order
 from stoop.graph.tape import TapeBackend
 from stoop.layers.attention import Attention
-from stoop.layers.stateful import number_layers, stateful_layers
+from stoop.layers.stateful import StatefulLayer, number_layers, stateful_layers
 from stoop.model_state.base import ModelStateSetup
 from stoop.model_state.default import DefaultModelState
 from stoop.models.base import DraftModel, Model
@@ -116,7 +117,6 @@ class ModelRunner:
     def _make_model_states(self, config: Config) -> None:
         """The target's, and one over the same states for draft decodes."""
         schedule, device = config.schedule, config.device
-        shapes = dict.fromkeys(each.shape for each in self.layers if isinstance(each, Attention))
         setup = AttentionSetup(
             device=self.device,
             block_size=self.block_size,
@@ -125,7 +125,7 @@ class ModelRunner:
             slots=self.target.state.tensors,
             dtype=getattr(torch, device.dtype),
             kv_dtype=getattr(torch, self.state_layout.dtype),
-            shapes=tuple(shapes),
+            shapes=_attention_shapes(self.layers),
             query_len=schedule.query_len,
         )
         # A null block alone serves the dummy run that measures how much memory a step takes.
@@ -139,6 +139,8 @@ class ModelRunner:
         )
         self.target.model_state = self.model.make_model_state(parts)
         if config.spec is not None:
+            if self.draft_model is not None:
+                setup = replace(setup, shapes=_attention_shapes(stateful_layers(self.draft_model)))
             backend = make_draft_backend(config.attention_backend, setup)
             self.draft_state = DefaultModelState(replace(parts, backend=backend))
 
@@ -243,6 +245,11 @@ class ModelRunner:
         ((output, since),) = sent
         self.draft_seconds = time.perf_counter() - since
         return output
+
+
+def _attention_shapes(layers: Iterable[StatefulLayer]) -> tuple[AttentionShape, ...]:
+    shapes = (layer.shape for layer in layers if isinstance(layer, Attention))
+    return tuple(dict.fromkeys(shapes))
 
 
 def _load_draft_model(config: Config, target: Model, report: Report | None) -> DraftModel | None:

@@ -213,6 +213,20 @@ def test_a_copy_of_the_weights_elsewhere_gets_the_head(target: str, tmp_path: Pa
     assert found.spec is not None and found.spec.folder == str(shipped.SHIPPED[target])
 
 
+def test_options_without_a_model_are_those_of_the_shipped_head(target: str, tmp_path: Path) -> None:
+    """The user chooses the number of drafts: nothing is measured, and no drafts are dropped."""
+    for given in ({"method": "eagle3", "num_speculative_tokens": 2}, {"num_speculative_tokens": 2}):
+        config = LLM(target, speculative_config=given, **SETTINGS).config
+        assert config.spec is not None and config.draft_note == ""
+        assert config.spec.folder == str(shipped.SHIPPED[target])
+        assert (config.spec.method, config.spec.num_drafts) == ("eagle3", 2)
+    with pytest.raises(ConfigError, match="eagle"):
+        LLM(target, speculative_config={"method": "eagle", "num_speculative_tokens": 2}, **SETTINGS)
+    other = str(write_target(tmp_path / "other", num_layers=4))
+    with pytest.raises(ConfigError, match="lacks model, and no head ships with this model: name"):
+        LLM(other, speculative_config={"method": "eagle3", "num_speculative_tokens": 2}, **SETTINGS)
+
+
 def test_auto_in_words(target: str, tmp_path: Path) -> None:
     head = str(shipped.SHIPPED[target])
     assert expand_auto("auto", target, "cuda:0") == {

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from stoop import SamplingParams
 from stoop.attention import base
+from stoop.attention.base import AttentionSetup
 from stoop.attention.traits import FLASHINFER
+from stoop.attention.triton import TritonBackend
+from stoop.batch.request_state import RequestState
 from stoop.bench.step import plant_prefix, step_bytes
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.core.state import DTYPE_BYTES
@@ -284,6 +287,23 @@ def test_scales_of_a_layer_too_many_are_refused(folder: Path, tmp_path: Path) ->
     source = with_scales(folder, tmp_path / "model", prefix=prefix)
     with pytest.raises(CheckpointError, match="a scale of a layer that the model does not have"):
         make(source)
+
+
+def test_scales_under_unknown_names_are_refused(folder: Path, tmp_path: Path) -> None:
+    names = ("attn.impl.k_scale", "attn.impl.v_scale")
+    source = with_scales(folder, tmp_path / "model", names)
+    with pytest.raises(CheckpointError, match="a scale under a name that stoop does not know"):
+        make(source)
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    cuda = torch.device("cuda", 0)
+    slots = RequestState(2, 64, 16, torch.device("cpu")).tensors
+    setup = AttentionSetup(cuda, 16, 2, 64, slots, torch.bfloat16, kv_dtype=FP8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 or higher"):
+        TritonBackend(setup)
 
 
 def test_a_head_has_scales_of_its_own(drafters: DrafterStore, tmp_path: Path) -> None:

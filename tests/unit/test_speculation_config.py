@@ -162,10 +162,9 @@ def test_the_heads_method_counts() -> None:
 WRONG_COUNTS = (0, -1, MAX_DRAFTS + 1, 2.0, "3", True, [3])
 REFUSALS: list[tuple[str, dict[str, Any]]] = [
     *(("method", {**HEAD, "method": value}) for value in ("medusa", "EAGLE", 3, "", ["ngram"])),
-    ("model", {"num_speculative_tokens": 3}),
-    ("model", {}),
-    ("model", {"method": "eagle"}),
-    ("model", {"method": "eagle3", "model": None}),
+    ("is empty", {}),
+    ("is empty", {"model": None}),
+    ("revision", {"method": "eagle3", "revision": "main"}),
     *(("model", {**HEAD, "model": value}) for value in (3, ["folder"], True)),
     *(("revision", {**HEAD, "revision": value}) for value in (3, ["main"])),
     ("model", {**NGRAM, "model": "folder"}),
