@@ -197,6 +197,7 @@ _HARM: dict[Measure, Callable[[HarmRow], bool]] = {
     Measure.ANSWERS: _answers_change,
     Measure.DRAFTS: _fewer_drafts,
     Measure.ERROR: lambda row: row.broken.error is not None,
+    Measure.DRAFTS_OR_ERROR: lambda row: row.broken.error is not None or _fewer_drafts(row),
     Measure.REFUSED: _refused,
     Measure.STALE: _named,
     Measure.BUILDS: _built_twice,
@@ -427,7 +428,7 @@ def _time_first_tokens(setting: Setting, bug: Bug, baseline: Result) -> tuple[Ou
         steps = work[is_broken]
         figures = {
             "builds a step": max(step.target_builds for step in steps),
-            "ms to build": min(_build_ms(steps)),
+            "ms of building": min(_build_ms(steps)),
             "ms to the first token": min(waits[is_broken]) * 1000,
         }
         outcomes.append(replace(outcome, figures=figures))

@@ -75,7 +75,7 @@ def harm(
     """
     if questions is None:
         raise ConfigError(NO_QUESTIONS)
-    chosen_modes = _check_modes(modes)
+    chosen_modes, both_limits = _check_modes(modes), _parse_limits(limits)
     check_file("--out", out)
     given = {name: value for name, value in engine.items() if value is not None}
     engine = {**engine, **DEFAULTS, "capture_sizes": CAPTURE_SIZES, **given}
@@ -102,7 +102,7 @@ def harm(
         tasks=tasks,
         max_tokens=max_tokens,
         shape=shape,
-        limits=_parse_limits(limits),
+        limits=both_limits,
     )
     with StageProgress() as report:
         rows = measure_harm(setting, bugs, report)
