@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from stoop.bench.harm import HarmRow, Outcome, Setting
+from stoop.bench.harm import Setting
+from stoop.bench.harm_rows import HarmRow, Outcome
 from stoop.bench.report import print_json
 from stoop.bench.step import device_name
 

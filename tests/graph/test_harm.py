@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stoop.bench import harm
-from stoop.bench.harm import HarmRow, Outcome, Setting, measure_harm
+from stoop.bench.harm import Setting, measure_harm
 from stoop.bench.harm_bugs import (
     CPU_BUGS,
     CUDA_BUGS,
@@ -26,6 +26,7 @@ from stoop.bench.harm_bugs import (
     choose_bugs,
 )
 from stoop.bench.harm_report import HEADER, markdown_table, print_harm
+from stoop.bench.harm_rows import HarmRow, Outcome
 from stoop.bench.questions import Task
 from stoop.check.mutants.base import applied
 from stoop.checkpoint import toy

@@ -77,18 +77,12 @@ def harm(
         raise ConfigError(NO_QUESTIONS)
     chosen_modes, both_limits = _check_modes(modes), _parse_limits(limits)
     check_file("--out", out)
-    given = {name: value for name, value in engine.items() if value is not None}
-    engine = {**engine, **DEFAULTS, "capture_sizes": CAPTURE_SIZES, **given}
-    check_engine(model, {**engine, "graph_mode": "full"})
+    engine = _engine_options(model, engine)
     from stoop.bench.harm import Setting, measure_harm
     from stoop.bench.harm_bugs import choose_bugs
     from stoop.bench.harm_report import print_harm
     from stoop.bench.questions import encode_tasks, read_exam
-    from stoop.worker.device import find_device
 
-    engine["device"] = find_device(engine["device"])
-    if engine["dtype"] == "auto":
-        engine["dtype"] = "float32" if engine["device"] == "cpu" else "bfloat16"
     bugs = choose_bugs(engine["device"], only, chosen_modes)
     exam, _ = read_exam(questions, num_questions)
     if len(exam) < 4:
@@ -109,6 +103,19 @@ def harm(
     print_harm(rows, setting, str(questions), markdown=markdown, out=out)
     if any(row.problems() for row in rows):
         raise typer.Exit(1)
+
+
+def _engine_options(model: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """The options of all engines, with the defaults of this command."""
+    given = {name: value for name, value in engine.items() if value is not None}
+    options = {**engine, **DEFAULTS, "capture_sizes": CAPTURE_SIZES, **given}
+    check_engine(model, {**options, "graph_mode": "full"})
+    from stoop.worker.device import find_device
+
+    options["device"] = find_device(options["device"])
+    if options["dtype"] == "auto":
+        options["dtype"] = "float32" if options["device"] == "cpu" else "bfloat16"
+    return options
 
 
 def _check_modes(text: str | None) -> list[str]:
