@@ -24,6 +24,13 @@ from stoop.config.speculation import MAX_DRAFTS
 NumQuestions = Annotated[
     int, typer.Option(min=4, help="questions to answer, the first of the file")
 ]
+Modes = Annotated[
+    str | None,
+    typer.Option(help="only bugs of these graph modes, separated by commas; default: all"),
+]
+Only = Annotated[
+    str, typer.Option(help="only bugs with this in the report's number, name or backend")
+]
 # Bugs of padding need graphs larger than a batch, and mixed batches in graphs.
 DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
 CAPTURE_SIZES = "1,4,8,256"
@@ -45,13 +52,8 @@ def harm(
     num_questions: NumQuestions = 8,
     max_tokens: MaxTokens = 48,
     k: Annotated[int, typer.Option("--k", min=2, max=MAX_DRAFTS, help="draft tokens per step")] = 3,
-    modes: Annotated[
-        str | None,
-        typer.Option(help="only bugs of these graph modes, separated by commas; default: all"),
-    ] = None,
-    only: Annotated[
-        str, typer.Option(help="only bugs with this in the report's number, name or backend")
-    ] = "",
+    modes: Modes = None,
+    only: Only = "",
     limits: Annotated[
         str, typer.Option(help="values of max_model_len between which a short step is timed")
     ] = "2048,131072",
