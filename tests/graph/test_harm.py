@@ -254,8 +254,7 @@ def test_bugs_are_chosen_by_device_mode_and_name(monkeypatch: pytest.MonkeyPatch
     assert set(choose_bugs("cuda")) == set(CUDA_BUGS)
     library[0] = object()
     assert set(choose_bugs("cuda:0")) == {*CUDA_BUGS, *FLASHINFER_BUGS}
-    # There nothing is planned lazily in the first layer.
-    assert {bug.report for bug in choose_bugs("cuda:0")} == set(REPORTS) - {42444}
+    assert {bug.report for bug in choose_bugs("cuda:0")} == set(REPORTS)
 
 
 def test_each_bug_has_a_number_of_its_own() -> None:
