@@ -6,20 +6,20 @@ raises is a result. On a GPU each engine runs in a process of its own, because a
 ends the process's CUDA context.
 """
 
-import math
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from stoop.bench.accuracy import Result, compare, score
-from stoop.bench.harm_bugs import EVERY_BUG, Bug, Measure, Workload
+from stoop.bench.harm_bugs import EVERY_BUG, Bug, Workload
+from stoop.bench.harm_rows import HarmRow, Outcome
 from stoop.bench.questions import Task
 from stoop.bench.shapes import SHAPES, open_shape
 from stoop.check.mutants.base import applied
@@ -32,10 +32,6 @@ NUM_FEW = 4  # requests of the workload FEW; a size that graphs are captured for
 FEW_TOKENS = 12
 ROUNDS = 5  # of timings, with and without the bug in turn
 LIMIT_ROUNDS, LIMIT_STEPS, LIMIT_PROMPT = 3, 4, 32
-# By which share acceptance must fall, and the step time at the larger limit must rise.
-LEAST_FALL, LEAST_RISE = 0.05, 1.5
-# The largest gap that rounding explains, on devices where sums depend on the batch.
-ROUNDING = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 
 Report = Callable[[str, int, int | None], None]
 
@@ -71,138 +67,6 @@ class EngineKey:
     backend: str
     num_drafts: int
     sanitize: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What an engine did. Fields are None where it failed or its workload does not have them."""
-
-    error: str | None = None
-    stale: str | None = None  # the buffer that the sanitizer named
-    num_answers: int | None = None
-    num_equal: int | None = None  # answers of the eager engine
-    first_position: int | None = None  # at which any answer differs
-    largest_gap: float | None = None
-    num_correct: int | None = None
-    loglikelihood: float | None = None  # of a token of the reference solutions
-    same: bool | None = None  # answers, score and likelihoods
-    tokens_per_step: float | None = None
-    acceptance: tuple[float, ...] = ()  # by position
-    figures: dict[str, float] = field(default_factory=dict)  # timings and counts, by name
-
-    def as_record(self) -> dict[str, Any]:
-        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        finite = self.loglikelihood is None or math.isfinite(self.loglikelihood)
-        # JSON has no NaN.
-        return record | {
-            "loglikelihood": self.loglikelihood if finite else None,
-            "acceptance": list(self.acceptance),
-        }
-
-
-@dataclass(frozen=True)
-class HarmRow:
-    """A bug: the healthy engine and the broken one."""
-
-    bug: Bug
-    healthy: Outcome
-    broken: Outcome
-    exact: bool
-    dtype: str
-
-    def problems(self) -> list[str]:
-        """Why the healthy engine is not healthy, or the bug does not do the harm it declares."""
-        return [each for each in (self._sickness(), self._missing_harm()) if each is not None]
-
-    def _sickness(self) -> str | None:
-        healthy = self.healthy
-        if healthy.error is not None:
-            return f"the healthy engine fails: {healthy.error}"
-        if self.exact and healthy.same is False:
-            return f"the healthy engine differs from eager: {_equal(healthy)} answers are equal"
-        gap = healthy.largest_gap
-        if not self.exact and gap is not None and gap > ROUNDING[self.dtype]:
-            return f"the healthy engine differs from eager by a gap of {gap:.3g}: not by rounding"
-        return None
-
-    def _missing_harm(self) -> str | None:
-        found = _HARM[self.bug.measure](self)
-        return None if found else f"the bug does not show as {self.bug.measure.value!r}"
-
-    def as_record(self) -> dict[str, Any]:
-        mutant = self.bug.mutant
-        return {
-            "report": self.bug.report,
-            "bug": self.bug.name,
-            "mode": mutant.mode,
-            "backend": mutant.backend,
-            "measure": self.bug.measure.value,
-            "healthy": self.healthy.as_record(),
-            "broken": self.broken.as_record(),
-            "problems": self.problems(),
-        }
-
-
-def _equal(outcome: Outcome) -> str:
-    return f"{outcome.num_equal} of {outcome.num_answers}"
-
-
-# ---- the harm that a bug declares ----
-
-
-def _answers_change(row: HarmRow) -> bool:
-    broken = row.broken
-    return broken.num_equal is not None and broken.num_equal < (broken.num_answers or 0)
-
-
-def _fewer_drafts(row: HarmRow) -> bool:
-    """Drafts cost acceptance; the answers stay those of the target."""
-    healthy, broken = row.healthy.tokens_per_step, row.broken.tokens_per_step
-    if healthy is None or broken is None:
-        return False
-    kept = not row.exact or row.broken.num_equal == row.broken.num_answers
-    return kept and broken < healthy * (1 - LEAST_FALL)
-
-
-def _refused(row: HarmRow) -> bool:
-    refusal = row.bug.mutant.refusal
-    return refusal is not None and refusal in (row.broken.error or "")
-
-
-def _built_twice(row: HarmRow) -> bool:
-    builds = "builds a step"
-    return row.healthy.figures.get(builds) == 1 and row.broken.figures.get(builds) == 2
-
-
-def _named(row: HarmRow) -> bool:
-    """By the sanitizer; an index that it has poisoned may fail before it is named."""
-    wanted = row.bug.mutant.buffer
-    if wanted is None:
-        return row.bug.sanitize and row.broken.error is not None
-    return row.broken.stale == wanted
-
-
-def _slower(row: HarmRow) -> bool:
-    healthy, broken = _growth(row.healthy), _growth(row.broken)
-    return healthy is not None and broken is not None and broken > LEAST_RISE * healthy
-
-
-def _growth(outcome: Outcome) -> float | None:
-    """The step time at the larger limit by that at the smaller one."""
-    times = [value for name, value in outcome.figures.items() if name.startswith("ms a step")]
-    return times[1] / times[0] if len(times) == 2 else None
-
-
-_HARM: dict[Measure, Callable[[HarmRow], bool]] = {
-    Measure.ANSWERS: _answers_change,
-    Measure.DRAFTS: _fewer_drafts,
-    Measure.ERROR: lambda row: row.broken.error is not None,
-    Measure.REFUSED: _refused,
-    Measure.STALE: _named,
-    Measure.BUILDS: _built_twice,
-    Measure.TIME: _slower,
-    Measure.NONE: lambda row: row.broken.error is None and not _slower(row),
-}
 
 
 # ---- all bugs ----
@@ -427,7 +291,7 @@ def _time_first_tokens(setting: Setting, bug: Bug, baseline: Result) -> tuple[Ou
         steps = work[is_broken]
         figures = {
             "builds a step": max(step.target_builds for step in steps),
-            "ms to build": min(_build_ms(steps)),
+            "ms of building": min(_build_ms(steps)),
             "ms to the first token": min(waits[is_broken]) * 1000,
         }
         outcomes.append(replace(outcome, figures=figures))

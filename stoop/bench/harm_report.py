@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from stoop.bench.harm import HarmRow, Outcome, Setting
+from stoop.bench.harm import Setting
+from stoop.bench.harm_rows import HarmRow, Outcome
 from stoop.bench.report import print_json
 from stoop.bench.step import device_name
 
-HEADER = ("report", "bug", "engine", "accepted, %", "t/step", "equal", "first", "right", "logp")
-NOTE = "harm"
+COLUMNS = ("accepted, %", "t/step", "equal", "first", "right", "logp")
+WIDTHS = (20, 7, 7, 7, 7, 9)
+HEADER = ("report", "bug", "engine", *COLUMNS, "harm")
 ERROR_LENGTH = 160
 
 
@@ -27,10 +27,7 @@ def print_harm(
 ) -> None:
     """Print the table, then what is wrong, then a JSON line."""
     console = Console()
-    if markdown:
-        print(markdown_table(rows))
-    else:
-        console.print(_rich_table(rows, setting, questions))
+    print(markdown_table(rows) if markdown else plain_table(rows))
     for row in rows:
         for problem in row.problems():
             console.print(f"{row.bug.report} {row.bug.label}: {problem}", style="red", markup=False)
@@ -57,52 +54,52 @@ def print_harm(
     )
 
 
-def _rich_table(rows: Sequence[HarmRow], setting: Setting, questions: str) -> Table:
-    title = f"{setting.model}: {Path(questions).stem}, {setting.engine['dtype']}, {setting.device}"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for column in HEADER[:3]:
-        table.add_column(column, overflow="fold")
-    for column in HEADER[3:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column(NOTE, overflow="fold")
+def plain_table(rows: Sequence[HarmRow]) -> str:
+    """A heading for each bug, then its two engines; figures and errors under each."""
+    lines = [" " * 9 + _align(COLUMNS)]
     for row in rows:
-        for cells in row_cells(row):
-            table.add_row(*cells)
-        table.add_section()
-    return table
+        lines += ["", f"{row.bug.report} {row.bug.label}: {row.bug.measure.value}"]
+        for name, outcome in (("healthy", row.healthy), ("broken", row.broken)):
+            lines.append(f"{name:9}{_align(_cells(outcome))}")
+            lines += [f"{'':9}{note}" for note in _notes(outcome)]
+    return "\n".join(lines)
+
+
+def _align(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
 
 
 def markdown_table(rows: Sequence[HarmRow]) -> str:
     """Two lines a bug, ready for a document."""
-    lines = [f"| {' | '.join((*HEADER, NOTE))} |", "| --- " * (len(HEADER) + 1) + "|"]
+    lines = [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
     lines += [
         f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
         for row in rows
-        for cells in row_cells(row)
+        for cells in _markdown_cells(row)
     ]
     return "\n".join(lines)
 
 
-def row_cells(row: HarmRow) -> list[list[str]]:
+def _markdown_cells(row: HarmRow) -> list[list[str]]:
     """The healthy engine's cells, then the broken one's."""
-    mutant = row.bug.mutant
-    place = f"{mutant.mode}, {mutant.backend}"
+    mutant, measure = row.bug.mutant, row.bug.measure.value
+    name = f"{row.bug.name} ({mutant.mode}, {mutant.backend})"
+    healthy = "; ".join(_notes(row.healthy)) or "-"
+    broken = "; ".join((measure, *_notes(row.broken)))
     return [
-        [f"{row.bug.report}", row.bug.name, f"healthy ({place})", *_cells(row.healthy)],
-        ["", "", "broken", *_cells(row.broken, row.bug.measure.value)],
+        [f"{row.bug.report}", name, "healthy", *_cells(row.healthy), healthy],
+        ["", "", "broken", *_cells(row.broken), broken],
     ]
 
 
-def _cells(outcome: Outcome, harm: str | None = None) -> list[str]:
-    scored = outcome.num_correct is not None
+def _cells(outcome: Outcome) -> list[str]:
     return [
         " ".join(f"{rate * 100:.0f}" for rate in outcome.acceptance) or "-",
         "-" if outcome.tokens_per_step is None else f"{outcome.tokens_per_step:.2f}",
         _share(outcome.num_equal, outcome.num_answers),
         "-" if outcome.first_position is None else str(outcome.first_position),
-        _share(outcome.num_correct, outcome.num_answers if scored else None),
+        _share(outcome.num_correct, outcome.num_answers),
         "-" if outcome.loglikelihood is None else f"{outcome.loglikelihood:.3f}",
-        _note(outcome, harm),
     ]
 
 
@@ -110,12 +107,13 @@ def _share(count: int | None, total: int | None) -> str:
     return "-" if count is None or total is None else f"{count}/{total}"
 
 
-def _note(outcome: Outcome, harm: str | None) -> str:
-    parts = [] if harm is None else [harm]
-    parts += [f"{_number(value)} {name}" for name, value in outcome.figures.items()]
+def _notes(outcome: Outcome) -> list[str]:
+    notes = []
+    if outcome.figures:
+        notes.append("; ".join(f"{name}: {_number(v)}" for name, v in outcome.figures.items()))
     if outcome.error is not None:
-        parts.append(_shorten(outcome.error))
-    return "; ".join(parts) or "-"
+        notes.append(_shorten(outcome.error))
+    return notes
 
 
 def _number(value: Any) -> str:

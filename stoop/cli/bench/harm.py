@@ -24,6 +24,13 @@ from stoop.config.speculation import MAX_DRAFTS
 NumQuestions = Annotated[
     int, typer.Option(min=4, help="questions to answer, the first of the file")
 ]
+Modes = Annotated[
+    str | None,
+    typer.Option(help="only bugs of these graph modes, separated by commas; default: all"),
+]
+Only = Annotated[
+    str, typer.Option(help="only bugs with this in the report's number, name or backend")
+]
 # Bugs of padding need graphs larger than a batch, and mixed batches in graphs.
 DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
 CAPTURE_SIZES = "1,4,8,256"
@@ -45,13 +52,8 @@ def harm(
     num_questions: NumQuestions = 8,
     max_tokens: MaxTokens = 48,
     k: Annotated[int, typer.Option("--k", min=2, max=MAX_DRAFTS, help="draft tokens per step")] = 3,
-    modes: Annotated[
-        str | None,
-        typer.Option(help="only bugs of these graph modes, separated by commas; default: all"),
-    ] = None,
-    only: Annotated[
-        str, typer.Option(help="only bugs with this in the report's number, name or backend")
-    ] = "",
+    modes: Modes = None,
+    only: Only = "",
     limits: Annotated[
         str, typer.Option(help="values of max_model_len between which a short step is timed")
     ] = "2048,131072",
@@ -75,20 +77,14 @@ def harm(
     """
     if questions is None:
         raise ConfigError(NO_QUESTIONS)
-    chosen_modes = _check_modes(modes)
+    chosen_modes, both_limits = _check_modes(modes), _parse_limits(limits)
     check_file("--out", out)
-    given = {name: value for name, value in engine.items() if value is not None}
-    engine = {**engine, **DEFAULTS, "capture_sizes": CAPTURE_SIZES, **given}
-    check_engine(model, {**engine, "graph_mode": "full"})
+    engine = _engine_options(model, engine)
     from stoop.bench.harm import Setting, measure_harm
     from stoop.bench.harm_bugs import choose_bugs
     from stoop.bench.harm_report import print_harm
     from stoop.bench.questions import encode_tasks, read_exam
-    from stoop.worker.device import find_device
 
-    engine["device"] = find_device(engine["device"])
-    if engine["dtype"] == "auto":
-        engine["dtype"] = "float32" if engine["device"] == "cpu" else "bfloat16"
     bugs = choose_bugs(engine["device"], only, chosen_modes)
     exam, _ = read_exam(questions, num_questions)
     if len(exam) < 4:
@@ -102,13 +98,26 @@ def harm(
         tasks=tasks,
         max_tokens=max_tokens,
         shape=shape,
-        limits=_parse_limits(limits),
+        limits=both_limits,
     )
     with StageProgress() as report:
         rows = measure_harm(setting, bugs, report)
     print_harm(rows, setting, str(questions), markdown=markdown, out=out)
     if any(row.problems() for row in rows):
         raise typer.Exit(1)
+
+
+def _engine_options(model: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """The options of all engines, with the defaults of this command."""
+    given = {name: value for name, value in engine.items() if value is not None}
+    options = {**engine, **DEFAULTS, "capture_sizes": CAPTURE_SIZES, **given}
+    check_engine(model, {**options, "graph_mode": "full"})
+    from stoop.worker.device import find_device
+
+    options["device"] = find_device(options["device"])
+    if options["dtype"] == "auto":
+        options["dtype"] = "float32" if options["device"] == "cpu" else "bfloat16"
+    return options
 
 
 def _check_modes(text: str | None) -> list[str]:
