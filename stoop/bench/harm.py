@@ -56,7 +56,10 @@ class Setting:
     @property
     def exact(self) -> bool:
         """Whether healthy engines must answer as the eager one to the last token."""
-        return self.device == "cpu" and self.engine["dtype"] in ("float32", "float64")
+        dtype = self.engine["dtype"]
+        # A difference in the last bit may be rounded to another number of fp8.
+        narrow = self.engine.get("kv_cache_dtype", "auto") not in ("auto", dtype)
+        return self.device == "cpu" and (dtype == "float64" or (dtype == "float32" and not narrow))
 
 
 @dataclass(frozen=True)
@@ -350,6 +353,7 @@ def _short_engine(setting: Setting, bug: Bug, limit: int) -> Iterator[LLM]:
             "attention_backend": bug.mutant.backend,
             "speculative_config": None,
             "enable_prefix_caching": False,
+            "run_ahead": 0,  # no step is launched before the clock starts
         }
         if setting.shape in SHAPES:
             options["kv_cache_dtype"] = "bfloat16"  # half the memory

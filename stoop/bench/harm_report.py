@@ -58,7 +58,7 @@ def plain_table(rows: Sequence[HarmRow]) -> str:
     """A heading for each bug, then its two engines; figures and errors under each."""
     lines = [" " * 9 + _align(COLUMNS)]
     for row in rows:
-        lines += ["", f"{row.bug.report} {row.bug.label}: {row.bug.measure.value}"]
+        lines += ["", f"{row.bug.report} {row.bug.label}: {_harm(row)}"]
         for name, outcome in (("healthy", row.healthy), ("broken", row.broken)):
             lines.append(f"{name:9}{_align(_cells(outcome))}")
             lines += [f"{'':9}{note}" for note in _notes(outcome)]
@@ -82,7 +82,7 @@ def markdown_table(rows: Sequence[HarmRow]) -> str:
 
 def _markdown_cells(row: HarmRow) -> list[list[str]]:
     """The healthy engine's cells, then the broken one's."""
-    mutant, measure = row.bug.mutant, row.bug.measure.value
+    mutant, measure = row.bug.mutant, _harm(row)
     name = f"{row.bug.name} ({mutant.mode}, {mutant.backend})"
     healthy = "; ".join(_notes(row.healthy)) or "-"
     broken = "; ".join((measure, *_notes(row.broken)))
@@ -90,6 +90,11 @@ def _markdown_cells(row: HarmRow) -> list[list[str]]:
         [f"{row.bug.report}", name, "healthy", *_cells(row.healthy), healthy],
         ["", "", "broken", *_cells(row.broken), broken],
     ]
+
+
+def _harm(row: HarmRow) -> str:
+    measure = row.bug.measure.value
+    return measure if row.harmful else f"{measure}: not found"
 
 
 def _cells(outcome: Outcome) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoop.bench.harm_bugs import Bug, Measure
+from stoop.check.mutants.base import is_stray
 
 # By which share acceptance must fall, and the step time at the larger limit must rise.
 LEAST_FALL, LEAST_RISE = 0.05, 1.5
@@ -63,11 +64,19 @@ class HarmRow:
         gap = healthy.largest_gap
         if not self.exact and gap is not None and gap > ROUNDING[self.dtype]:
             return f"the healthy engine differs from eager by a gap of {gap:.3g}: not by rounding"
+        if healthy.loglikelihood is not None and not math.isfinite(healthy.loglikelihood):
+            return f"the healthy engine's log-likelihood is {healthy.loglikelihood}"
         return None
 
+    @property
+    def harmful(self) -> bool:
+        """Whether the bug does the harm that it declares."""
+        return not is_stray(self.broken.error) and _HARM[self.bug.measure](self)
+
     def _missing_harm(self) -> str | None:
-        found = _HARM[self.bug.measure](self)
-        return None if found else f"the bug does not show as {self.bug.measure.value!r}"
+        if is_stray(self.broken.error):
+            return f"the mutant no longer fits the code: {self.broken.error}"
+        return None if self.harmful else f"the bug does not show as {self.bug.measure.value!r}"
 
     def as_record(self) -> dict[str, Any]:
         mutant = self.bug.mutant
@@ -91,8 +100,13 @@ def _equal(outcome: Outcome) -> str:
 
 
 def _answers_change(row: HarmRow) -> bool:
-    broken = row.broken
-    return broken.num_equal is not None and broken.num_equal < (broken.num_answers or 0)
+    """More than in the healthy engine, which rounding may change; an error gives no answers."""
+    broken, healthy = row.broken, row.healthy
+    if broken.error is not None:
+        return True
+    return None not in (broken.num_equal, healthy.num_equal) and (
+        (broken.num_equal or 0) < (healthy.num_equal or 0)
+    )
 
 
 def _fewer_drafts(row: HarmRow) -> bool:

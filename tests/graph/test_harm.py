@@ -191,8 +191,22 @@ def test_a_sick_engine_is_a_problem(answering: Setting) -> None:
     with applied(bug.mutant):
         (row,) = measure_harm(answering, [bug], quiet)
     assert row.problems() == [
-        f"the healthy engine differs from eager: 0 of {len(LENGTHS)} answers are equal"
+        f"the healthy engine differs from eager: 0 of {len(LENGTHS)} answers are equal",
+        "the bug does not show as 'answers change'",
     ]
+
+
+def test_a_mutant_that_no_longer_fits_the_code_is_a_problem() -> None:
+    bug = replace(CPU_BUGS[0], measure=Measure.ERROR)
+    row = HarmRow(bug, GOOD, Outcome(error="AttributeError: gone"), True, "float32")
+    assert row.problems() == ["the mutant no longer fits the code: AttributeError: gone"]
+
+
+def test_a_log_likelihood_that_is_no_number_is_a_sickness() -> None:
+    sick = replace(GOOD, loglikelihood=float("nan"))
+    bug = replace(CPU_BUGS[0], measure=Measure.ANSWERS)
+    row = HarmRow(bug, sick, replace(GOOD, num_equal=0), False, "bfloat16")
+    assert row.problems() == ["the healthy engine's log-likelihood is nan"]
 
 
 GOOD = Outcome(num_answers=2, num_equal=2, same=True, tokens_per_step=3.0)
@@ -208,7 +222,8 @@ def timed(short: float, long: float) -> Outcome:
     [
         (Measure.ANSWERS, GOOD, replace(GOOD, num_equal=1), True),
         (Measure.ANSWERS, GOOD, GOOD, False),
-        (Measure.ANSWERS, GOOD, Outcome(error="RuntimeError: shapes"), False),
+        (Measure.ANSWERS, GOOD, Outcome(error="RuntimeError: shapes"), True),
+        (Measure.ANSWERS, replace(GOOD, num_equal=1, same=None), replace(GOOD, num_equal=1), False),
         (Measure.DRAFTS, GOOD, replace(GOOD, tokens_per_step=2.5), True),
         (Measure.DRAFTS, GOOD, replace(GOOD, tokens_per_step=2.9), False),
         (Measure.DRAFTS, GOOD, replace(GOOD, tokens_per_step=1.0, num_equal=1), False),

@@ -80,3 +80,10 @@ def test_a_patch_restores_everything_last_one_first() -> None:
         with pytest.raises(AttributeError, match="missing"):
             patch.setattr(Owner, "missing", 5)
     assert (Owner.value, instance.value) == (1, 1)
+
+
+def test_a_mutant_that_no_longer_fits_the_code_is_a_problem() -> None:
+    """Its own error must not count as a bug that was caught."""
+    error = Outcome(TypeError("apply() takes 1 positional argument but 2 were given"))
+    finding = Finding(replace(DECLARED, buffer=None), error, error, True)
+    assert finding.problems() == [f"the mutant no longer fits the code: {error.error!r}"] * 2

@@ -64,6 +64,15 @@ DRAFTER, NUM_DRAFTS = "eagle3-noisy", 3
 draft_mutant = functools.partial(Mutant, drafter=DRAFTER, num_drafts=NUM_DRAFTS)
 
 
+# What a mutant raises that no longer fits the code which it patches.
+_STRAY = ("TypeError", "AttributeError", "NameError", "ImportError")
+
+
+def is_stray(error: str | None) -> bool:
+    """Whether an error, as text after the name of its type, is the mutant's own."""
+    return error is not None and error.startswith(_STRAY)
+
+
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
     """Put the bug back for a while. Engines must be made inside: most bugs are in captures."""

@@ -11,7 +11,7 @@ import torch
 
 from stoop.check.graphs import TINY_CONFIG
 from stoop.check.mutants import drafts, graphs, pieces, planned, prefill
-from stoop.check.mutants.base import DRAFTER, NUM_DRAFTS, Mutant, Patch, applied
+from stoop.check.mutants.base import Mutant, Patch, applied, is_stray
 from stoop.check.steps import watch_steps
 from stoop.check.workloads import (
     DRAFT_SETTINGS,
@@ -76,6 +76,9 @@ class Finding:
     def problems(self) -> list[str]:
         """What is not as the mutant declares."""
         mutant, found = self.mutant, []
+        for error in (self.plain.error, self.watched.error):
+            if is_stray(type(error).__name__):
+                found.append(f"the mutant no longer fits the code: {error!r}")
         if self.exact and self.plain.failed != mutant.by_equality:
             found.append(_wrongly("equality", self.plain.failed, self.plain))
         if (self.watched.error is not None) != mutant.by_sanitizer:
@@ -215,8 +218,8 @@ def healthy(mutant: Mutant) -> Mutant:
         mutant.backend,
         by_sanitizer=False,
         by_equality=False,
-        drafter=mutant.drafter and DRAFTER,
-        num_drafts=mutant.num_drafts and NUM_DRAFTS,
+        drafter=mutant.drafter,
+        num_drafts=mutant.num_drafts,
     )
 
 
