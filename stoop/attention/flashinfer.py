@@ -1,21 +1,22 @@
-"""Attention by FlashInfer, planned on the host before every step.
+"""Attention by FlashInfer, planned on the host.
 
 A plan splits the batch into work for the SMs. Kernels read the plan and each request's pages from
 buffers with fixed addresses, so after planning again a captured graph serves other lengths.
-FlashInfer assumes that queries are the last of their row's keys, so with several queries a row a
+FlashInfer assumes that queries are the last of their row's keys, so with several queries per row a
 plan needs exact contexts. The host knows them only while no step is in flight, hence no
 `run_ahead`. With no step in flight, no plan is rewritten while it is copied, either. (Draft decodes
 may still run while those of the next step are planned: planning again starts with a copy that waits
 for the stream.)
 
-Draft decodes have lengths that only the device knows, and one query a row. Their plan is made for
-upper bounds, and made again when a row outgrows them. Kernels take the number of keys from
-`last_page_len`, so before each draft decode the device writes the true lengths there; a split of
-the plan past a row's last key finds no keys and adds nothing. `check_device_lengths` tests that the
-installed library does this.
+Draft decodes have lengths that only the device knows, and one query per row. Their plan is made for
+upper bounds. That of a graph is kept until a row needs another number of pages; eager draft decodes
+are planned every time. Kernels take the number of keys from `last_page_len`, so before each draft
+decode the device writes the true lengths there; a split of the plan past a row's last key finds no
+keys and adds nothing. `check_device_lengths` tests that the installed library does this.
 
 Dead query tokens have keys like the others. No live query sees those, but their values are read and
-multiplied by 0, so memory that was never written must not hold NaN (worker/memory.py zeroes it).
+multiplied by 0, so they must not be NaN: neither in memory that was never written
+(worker/memory.py zeroes it) nor in blocks that another request had (worker/new_blocks.py).
 """
 
 import inspect
@@ -319,7 +320,7 @@ def _forget_lengths(metadata: FlashInferMetadata) -> None:
     metadata.lengths.current = False
 
 
-# An operation cannot take a wrapper, so it takes an index into this list.
+# An operation cannot take a wrapper, so it takes its id, and finds the wrapper here.
 _WRAPPERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 

@@ -49,6 +49,60 @@ def test_every_file_linked_by_a_document_exists(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str_of)
+def test_every_heading_linked_by_a_document_exists(document: Path) -> None:
+    assert missing_headings(document, document.read_text()) == []
+
+
+def test_a_link_to_a_missing_heading_is_seen() -> None:
+    document = ROOT / "README.md"
+    right = "[a](#from-python) [b](docs/graphs.md#the-five-mechanisms) [c](https://x.org/y#z)"
+    assert missing_headings(document, right) == []
+    wrong = ["#from-perl", "docs/graphs.md#the-six-mechanisms", "docs/nothing.md#the-sanitizer"]
+    assert missing_headings(document, " ".join(f"[a]({link})" for link in wrong)) == wrong
+
+
+def test_anchors_are_those_of_github() -> None:
+    text = """# What works, and what does not
+## `Phase` and [cut](graphs.md#cut) in step_phases
+```
+# a comment
+```
+## Twice
+## 1. Load -> run
+## Twice
+"""
+    assert anchors(text) == {
+        "what-works-and-what-does-not",
+        "phase-and-cut-in-step_phases",
+        "twice",
+        "1-load---run",
+        "twice-1",
+    }
+
+
+def missing_headings(document: Path, text: str) -> list[str]:
+    """The links to a heading, of this or another document of ours, that lead nowhere."""
+    missing = []
+    for path, anchor in re.findall(r"\]\(([\w./-]*)#([^)\s]+)\)", text):
+        target = document.parent / path if path else document
+        if not target.is_file() or anchor not in anchors(target.read_text()):
+            missing.append(f"{path}#{anchor}")
+    return missing
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a document as GitHub names them: lower case, without markup and punctuation,
+    hyphens for spaces, and a number after the name of a heading that came before."""
+    prose = "".join(text.split("```")[::2])
+    found: list[str] = []
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", prose, flags=re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.append(re.sub(r"[^\w -]", "", shown.lower()).replace(" ", "-"))
+    numbers = [found[:place].count(name) for place, name in enumerate(found)]
+    return {f"{name}-{n}" if n else name for name, n in zip(found, numbers, strict=True)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str_of)
 def test_every_python_file_named_by_a_document_exists(document: Path) -> None:
     """A path is relative to the document, the repository or the package; a bare name may be that of
     any file."""

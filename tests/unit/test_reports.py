@@ -17,6 +17,7 @@ PAGE = (ROOT / "docs" / "reports.md").read_text()
 TEXT = re.sub(r"`[^`]*`", "", PAGE)  # without code
 SPANS = set(re.findall(r"`([^`\n]+)`", PAGE))
 SOURCES = sorted((ROOT / "stoop").rglob("*.py"))
+PULL_REQUESTS = "https://github.com/vllm-project/vllm/pull/"
 ONLY = ["stoop", "check", "--mutants", "--only"]
 
 
@@ -87,7 +88,16 @@ NOT_IN_TABLE |= {40410: ["KeyError"], 38311: [".clamp_"]}
 
 def test_pull_requests_that_reports_refer_to_are_in_the_table() -> None:
     table = PAGE.split("## Symbols")[1]
-    assert [number for number in RELATED if f"| PR {number}, " not in table] == []
+    rows = {number: f"| [PR {number}]({PULL_REQUESTS}{number}), " for number in RELATED}
+    assert [number for number, start in rows.items() if start not in table] == []
+
+
+def test_every_pull_request_is_linked() -> None:
+    """In the table of reports, in its section, and wherever else the text names one."""
+    for report in REPORTS:
+        assert f"| [{report}]({PULL_REQUESTS}{report}) | " in PAGE
+        assert f"([pull request]({PULL_REQUESTS}{report}))" in section(report)
+    assert re.findall(r"(?<!# )(?<!\[)PR \d+", PAGE) == []
 
 
 def test_what_is_said_to_be_absent_is() -> None:
