@@ -250,7 +250,7 @@ class EngineOptions:
         metadata={
             "help": "speculative decoding: auto (the draft head that comes with the model, if "
             "there is one and it is faster here), none, or JSON with method (eagle, eagle3 or "
-            "ngram), model and num_speculative_tokens"
+            "ngram), model (default: the head that comes with the model) and num_speculative_tokens"
         },
     )
     capture_sizes: str | Sequence[int] | None = field(
