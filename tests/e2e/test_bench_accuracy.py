@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stoop.bench.questions import encode_tasks, read_exam
+from stoop.check.mutants.graphs import share_warm_up_state
 from stoop.config.errors import ConfigError
 from stoop.text.tokenizer import Tokenizer
-from support.broken_engines import share_warm_up_state
 
 QUESTIONS = Path(__file__).parents[1] / "data" / "questions.jsonl"
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'

@@ -12,9 +12,9 @@ import pytest
 from stoop import LLM
 from stoop.bench.accuracy import Answer, Result, compare, score
 from stoop.bench.questions import Task, encode_tasks, find_number, read_answered
+from stoop.check.mutants.graphs import share_warm_up_state, skip_the_rebuild
 from stoop.config.errors import ConfigError
 from stoop.core.outputs import SpecCounts
-from support.broken_engines import share_warm_up_state, skip_the_rebuild
 from support.byte_tokenizer import write_tokenizer
 from support.checkpoints import write_llama
 from support.drafters import DrafterStore, make_spec_llm
