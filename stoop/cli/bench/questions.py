@@ -226,7 +226,7 @@ def accuracy(
     asked = _choose_modes(model, modes, engine)
     check_file("--out", out)
     from stoop.bench.accuracy import EngineChoice, measure_accuracy
-    from stoop.bench.accuracy_report import print_accuracy
+    from stoop.bench.accuracy_report import describe_difference, print_accuracy
     from stoop.bench.questions import encode_tasks, read_exam
 
     exam, worked = read_exam(questions, num_questions, shots, shots_file)
@@ -244,6 +244,9 @@ def accuracy(
     report = measure_accuracy(start, choices, str(questions), tasks, max_tokens, say)
     print_accuracy(report, model, str(questions), shots, out)
     if strict and not report.same:
+        for row in report.rows:
+            if not row.comparison.same:
+                say(f"--strict: {describe_difference(row)}")
         raise typer.Exit(1)
 
 
