@@ -14,7 +14,7 @@ from stoop.cli.bench.questions import (
     find_drafter,
     load_tokenizer,
 )
-from stoop.cli.options import Command, Model, check_engine, engine_flags
+from stoop.cli.options import Command, Model, check_engine, choose_names, engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import GRAPH_MODES
@@ -75,7 +75,7 @@ def harm(
     """
     if questions is None:
         raise ConfigError(NO_QUESTIONS)
-    chosen_modes = _check_modes(modes)
+    chosen_modes = [] if modes is None else choose_names("--modes", modes, GRAPH_MODES)
     check_file("--out", out)
     given = {name: value for name, value in engine.items() if value is not None}
     engine = {**engine, **DEFAULTS, "capture_sizes": CAPTURE_SIZES, **given}
@@ -109,14 +109,6 @@ def harm(
     print_harm(rows, setting, str(questions), markdown=markdown, out=out)
     if any(row.problems() for row in rows):
         raise typer.Exit(1)
-
-
-def _check_modes(text: str | None) -> list[str]:
-    chosen = [] if text is None else text.split(",")
-    for mode in chosen:
-        if mode not in GRAPH_MODES:
-            raise ConfigError(f"--modes has {mode!r}: use {', '.join(GRAPH_MODES)}")
-    return chosen
 
 
 def _parse_limits(text: str) -> tuple[int, int]:

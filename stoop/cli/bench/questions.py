@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoop.cli.bench.common import check_file, parse_sizes, say
-from stoop.cli.options import Command, Model, check_engine, engine_flags
+from stoop.cli.options import Command, Model, check_engine, choose_names, engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
@@ -252,10 +252,8 @@ def accuracy(
 
 def _choose_modes(model: str, text: str, engine: dict[str, Any]) -> list[str]:
     """Check the graph modes, with the other options of the engines; auto is replaced."""
-    chosen = text.split(",")
+    chosen = choose_names("--modes", text, ("auto", *GRAPH_MODES))
     for mode in chosen:
-        if mode not in ("auto", *GRAPH_MODES):
-            raise ConfigError(f"--modes has {mode!r}: use auto, {', '.join(GRAPH_MODES)}")
         check_engine(model, _of_mode(mode, engine))
     from stoop.worker.device import find_device
 
