@@ -86,15 +86,15 @@ def _check_dtype(name: str, value: object) -> None:
             return
         if isinstance(value, str) and _FEW_BITS.match(value):
             raise ConfigError(
-                f"{name}={shown(value)} is not supported: of the formats of 8 bits or fewer, stoop "
-                "has e4m3 only; use fp8, or auto, the dtype of the model"
+                f"{name}={shown(value)} is not supported: e4m3 is stoop's only 8-bit format; use "
+                "fp8 or auto (the model's dtype)"
             )
         _choice(name, value, ("auto", *DTYPES, "fp8"))
         return
-    if isinstance(value, str) and value.startswith("fp8"):
+    if isinstance(value, str) and _FEW_BITS.match(value):
         raise ConfigError(
-            f"{name}={shown(value)} is not supported: stoop has no weights in 8 bits yet; use "
-            "auto, the dtype of the model, or bfloat16"
+            f"{name}={shown(value)} is not supported: stoop has no weights of 8 bits or fewer; use "
+            "auto (the model's dtype) or bfloat16, and for the KV cache use kv_cache_dtype=fp8"
         )
     _choice(name, value, ("auto", *DTYPES))
 
