@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from contextlib import nullcontext
 from typing import Annotated, Any
 
@@ -62,7 +63,10 @@ def check(
         ),
     ] = False,
     only: Annotated[
-        str, typer.Option(help="with --mutants: only those with this text in their name")
+        str,
+        typer.Option(
+            help="with --mutants: only those with this in their name, mode, backend or report"
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print only JSON, no table")] = False,
     engine: dict[str, Any] = {},  # noqa: B006
@@ -112,7 +116,9 @@ def _check_mutants(only: str, device: str, as_json: bool) -> None:
     from stoop.worker.device import find_device
 
     where = find_device(device)
-    chosen = choose_mutants(only, where)
+    chosen, left_out = choose_mutants(only, where)
+    if left_out:
+        print(left_out, file=sys.stderr)
     with StageProgress() as report:
         findings = list(run_mutants(chosen, where, report))
     if not as_json:
