@@ -16,7 +16,7 @@ import torch
 from stoop import EngineArgs
 from stoop.config.errors import ConfigError
 from stoop.config.graph_names import GRAPH_OPTIONS, KEYS
-from stoop.config.resolve import make_options, resolve
+from stoop.config.resolve import log_ignored, make_options, resolve
 from stoop.config.schema import Config, EngineOptions
 from stoop.config.vllm_names import (
     CALL_ARGS,
@@ -325,6 +325,67 @@ def test_capture_sizes_have_vllms_names() -> None:
     ):
         graph = resolved("cuda:0", **options).graph
         assert (graph.mode, graph.capture_sizes) == ("step", (1, 2, 4))
+
+
+SIZES_OF_VLLM: list[dict[str, Any]] = [
+    {"cudagraph_capture_sizes": [1, 2, 100_000]},
+    {"cuda_graph_sizes": [1, 2]},
+    {"cuda_graph_sizes": 1024},
+    {"max_cudagraph_capture_size": 1024},
+    {"compilation_config": {"cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 2}},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_VLLM, ids=str)
+def test_vllms_sizes_mean_nothing_without_graphs(
+    sizes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    again = dataclasses.asdict(EngineArgs("x", **sizes))
+    del again["model"], again["device"]
+    for device, options in [
+        ("cpu", sizes),
+        ("cpu", again),
+        ("cuda:0", {**sizes, "enforce_eager": True}),
+        ("cuda:0", {**sizes, "graph_mode": "none"}),
+    ]:
+        config = resolved(device, **options)
+        assert config.graph == resolved("cpu").graph and not caplog.messages
+        log_ignored(make_options("x", options), config)
+        (message,) = caplog.messages
+        assert message.startswith("ignored, since there are no graphs: ")
+        assert "capture_sizes=[1, 2" in message or "max_capture_size=1024" in message
+        caplog.clear()
+    log_ignored(make_options("x", {}), resolved("cpu"))
+    log_ignored(make_options("x", SIZES_OF_VLLM[1]), resolved("cuda:0", **SIZES_OF_VLLM[1]))
+    assert not caplog.messages
+
+
+def test_wrong_sizes_are_refused_by_vllms_name() -> None:
+    for sizes in (["x"], [], [1, 2.5], {}):
+        for options, name in [
+            ({"cudagraph_capture_sizes": sizes}, "cudagraph_capture_sizes"),
+            (
+                {"compilation_config": {"cudagraph_capture_sizes": sizes}},
+                "compilation_config.cudagraph_capture_sizes",
+            ),
+        ]:
+            with pytest.raises(ConfigError, match=rf"^{name}=.*: use whole numbers, such as \["):
+                resolved("cpu", **options)
+    with pytest.raises(ConfigError, match="max_capture_size='x': use a whole number"):
+        resolved("cpu", max_cudagraph_capture_size="x")
+
+
+def test_our_own_sizes_need_graphs() -> None:
+    for options, told in [
+        ({"capture_sizes": [1, 2]}, "capture_sizes apply to graphs"),
+        ({"sanitize": True}, "sanitize applies to graphs"),
+        ({"sanitize": True, "capture_sizes": "1"}, "sanitize and capture_sizes apply to graphs"),
+        ({"capture_sizes": [1, 2], "cuda_graph_sizes": [1, 2]}, "capture_sizes apply to graphs"),
+        ({"sanitize": True, "cuda_graph_sizes": [1, 2]}, "sanitize applies to graphs"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^{told}, and graph_mode is none: choose a mode"):
+            resolved("cpu", **options)
 
 
 def test_the_largest_size_has_vllms_names() -> None:
