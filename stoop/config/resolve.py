@@ -212,7 +212,8 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
 
 def _without_graphs(options: EngineOptions) -> EngineOptions:
     """Drop sizes under vLLM's names; refuse other options of graphs."""
-    options = dataclasses.replace(options, **dict.fromkeys(_vllm_sizes(options)))
+    ignored: dict[str, Any] = dict.fromkeys(_vllm_sizes(options))
+    options = dataclasses.replace(options, **ignored)
     given = ["sanitize"] if options.sanitize else []
     given += ["capture_sizes"] if options.capture_sizes is not None else []
     if given:
