@@ -75,7 +75,7 @@ def harm(
     """
     if questions is None:
         raise ConfigError(NO_QUESTIONS)
-    chosen_modes = [] if modes is None else choose_names("--modes", modes, GRAPH_MODES)
+    chosen_modes = _check_modes(modes)
     check_file("--out", out)
     given = {name: value for name, value in engine.items() if value is not None}
     engine = {**engine, **DEFAULTS, "capture_sizes": CAPTURE_SIZES, **given}
@@ -109,6 +109,10 @@ def harm(
     print_harm(rows, setting, str(questions), markdown=markdown, out=out)
     if any(row.problems() for row in rows):
         raise typer.Exit(1)
+
+
+def _check_modes(text: str | None) -> list[str]:
+    return [] if text is None else choose_names("--modes", text, GRAPH_MODES)
 
 
 def _parse_limits(text: str) -> tuple[int, int]:
