@@ -40,6 +40,7 @@ class Answer:
     correct: bool
     # By position, log-probabilities of the most likely tokens; empty if not asked for.
     rivals: tuple[dict[int, float], ...] = ()
+    cut: bool = False  # by the limit on its length
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,14 @@ class Result:
         return sum(len(answer.token_ids) for answer in self.answers)
 
     @property
+    def num_cut(self) -> int:
+        return sum(answer.cut for answer in self.answers)
+
+    @property
     def loglikelihood_per_token(self) -> float:
-        """The mean over all tokens of the reference solutions."""
-        return sum(self.loglikelihoods) / max(sum(self.num_solution_tokens), 1)
+        """The mean over all tokens of the reference solutions; NaN if they have none."""
+        total = sum(self.num_solution_tokens)
+        return sum(self.loglikelihoods) / total if total else math.nan
 
     @property
     def tokens_per_step(self) -> float:
@@ -84,6 +90,7 @@ class Result:
             "num_correct": self.num_correct,
             "accuracy": self.accuracy,
             "num_tokens": self.num_tokens,
+            "num_cut": self.num_cut,
             "loglikelihood_per_token": _finite(self.loglikelihood_per_token),
             "tokens_per_step": self.tokens_per_step,
             "acceptance_rates": self.counts.acceptance_rates,
@@ -194,7 +201,14 @@ def _answer(output: CompletionOutput, task: Task) -> Answer:
         {token: entry.logprob for token, entry in scores.items()}
         for scores in output.logprobs or ()
     )
-    return Answer(tuple(output.token_ids), output.text, number, number == task.answer, rivals)
+    return Answer(
+        token_ids=tuple(output.token_ids),
+        text=output.text,
+        number=number,
+        correct=number == task.answer,
+        rivals=rivals,
+        cut=output.finish_reason == "length",
+    )
 
 
 def _solution_loglikelihoods(llm: LLM, tasks: Sequence[Task]) -> tuple[float, ...]:

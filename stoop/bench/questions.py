@@ -13,12 +13,22 @@ from typing import Any
 
 from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
-from stoop.text.prompts import Conversation, parse_conversation, read_prompts, read_records
+from stoop.text.prompts import (
+    Conversation,
+    Lines,
+    parse_conversation,
+    read_prompts,
+    read_records,
+)
 from stoop.text.tokenizer import Tokenizer
 
 Prompts = Mapping[str, list[list[int]]]  # by file name, the token ids of each question
 
 FLAG = "--questions"
+ANSWERED = Lines(
+    "a question with its answer, as JSON,",
+    '{"question": ..., "answer": "... #### 42"} or {"turns": [...], "reference": [...]}',
+)
 NO_TEMPLATE = "the model has no chat template: add --raw to use questions as they are"
 
 # Commas group thousands only: "1,2,3" is three numbers.
@@ -78,8 +88,10 @@ def read_questions(paths: Iterable[Path], limit: int | None) -> dict[str, list[C
 def read_answered(path: Path, flag: str = FLAG) -> list[Question]:
     """Read questions with reference answers."""
     if path.suffix not in (".jsonl", ".json"):
-        raise ConfigError(f"{flag} {path} is not a .jsonl file: questions and answers come as JSON")
-    return [_question(record, where) for where, record in read_records(path, flag)]
+        raise ConfigError(
+            f"{flag} {path} is not a .jsonl file: name one with {ANSWERED.each} on each line"
+        )
+    return [_question(record, where) for where, record in read_records(path, flag, ANSWERED)]
 
 
 def read_exam(
@@ -104,7 +116,7 @@ def read_exam(
 
 
 def _question(record: Any, where: str) -> Question:
-    conversation = parse_conversation(record, where)
+    conversation = parse_conversation(record, where, ANSWERED)
     given = record.get("answer", record.get("reference"))
     if isinstance(given, list) and given:
         given = given[0]  # one for each turn, and the first turn is the question
@@ -112,10 +124,7 @@ def _question(record: Any, where: str) -> Question:
         given = str(given)
     answer = find_number(given) if isinstance(given, str) else None
     if answer is None:
-        raise ConfigError(
-            f'{where} has no answer with a number: write it as {{"question": ..., "answer": "... '
-            '#### 42"} or {"turns": [...], "reference": [...]}'
-        )
+        raise ConfigError(f"{where} has no answer with a number: write it as {ANSWERED.layouts}")
     return Question(conversation, _ANNOTATION.sub("", given).strip(), answer)
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import sys
 from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
 
-from stoop.cli.options import engine_flags, flag_name
+from stoop.cli.options import choose_names, engine_flags, flag_name
 from stoop.cli.progress import StageProgress
 from stoop.config.backends import backend_names
 from stoop.config.errors import ConfigError
@@ -63,7 +63,10 @@ def check(
         ),
     ] = False,
     only: Annotated[
-        str, typer.Option(help="with --mutants: only those with this text in their name")
+        str,
+        typer.Option(
+            help="with --mutants: only those with this in their name, mode, backend or report"
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print only JSON, no table")] = False,
     engine: dict[str, Any] = {},  # noqa: B006
@@ -81,8 +84,8 @@ def check(
         return
     if only:
         raise ConfigError(f"--only {only!r} chooses among mutants: add --mutants")
-    chosen_modes = _chosen("--modes", modes.lower(), GRAPH_MODES[1:])
-    chosen_backends = _chosen("--backends", backends, backend_names()) if backends else None
+    chosen_modes = choose_names("--modes", modes, GRAPH_MODES[1:])
+    chosen_backends = choose_names("--backends", backends, backend_names()) if backends else None
     from stoop.check.graphs import TINY, run_checks, tiny_model
 
     place = tiny_model(engine) if model == TINY else nullcontext((model, engine))
@@ -113,7 +116,9 @@ def _check_mutants(only: str, device: str, as_json: bool) -> None:
     from stoop.worker.device import find_device
 
     where = find_device(device)
-    chosen = choose_mutants(only, where)
+    chosen, left_out = choose_mutants(only, where)
+    if left_out:
+        print(left_out, file=sys.stderr)
     with StageProgress() as report:
         findings = list(run_mutants(chosen, where, report))
     if not as_json:
@@ -149,14 +154,6 @@ def _print_mutants(findings: list[Any]) -> None:
     for finding in findings:
         for problem in finding.problems():
             console.print(f"{finding.mutant.label}: {problem}", style="red", markup=False)
-
-
-def _chosen(flag: str, text: str, known: Sequence[str]) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{flag} has {name!r}: use {', '.join(known)}")
-    return names
 
 
 def _print_table(model: str, cases: list[Any]) -> None:

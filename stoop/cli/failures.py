@@ -12,17 +12,30 @@ LOWER = (
     "--max-model-len or the KV cache (--kv-cache-memory, --gpu-memory-utilization)"
 )
 
-# vLLM's flags for graphs that a command, or every command, lacks. Of a short option that does not
-# exist, only the first letter is known: `-c` is the start of `-cc.cudagraph_mode=FULL`.
-GRAPH_FLAGS = {
-    "enforce_eager": "use --graph-mode none",
-    "cudagraph_mode": "use --graph-mode",
-    "compilation_config": "use --graph-mode",
-    "c": "use --graph-mode, or -cc with JSON where --help lists it",
-    "O": "stoop compiles nothing but graphs, so leave it out or use --graph-mode",
-    "cudagraph_capture_sizes": "use --capture-sizes with commas, such as 1,2,4",
-    "cuda_graph_sizes": "use --capture-sizes with commas, such as 1,2,4",
-    "max_cudagraph_capture_size": "use --max-capture-size",
+# Flags for graphs, most of them vLLM's, that a command, or every command, lacks. Each has pairs of
+# a flag and the advice for commands with that flag; the first pair that fits is used. Of a short
+# option that does not exist, only the first letter is known: `-c` is the start of
+# `-cc.cudagraph_mode=FULL`.
+_MODE = (("--graph-mode", "use --graph-mode"), ("--modes", "use --modes"))
+_SIZES = (("--capture-sizes", "use --capture-sizes with commas, such as 1,2,4"),)
+_COMPILES_NOTHING = "stoop compiles nothing but graphs, so leave it out"
+GRAPH_FLAGS: dict[str, tuple[tuple[str, str], ...]] = {
+    "graph_mode": _MODE,
+    "enforce_eager": (
+        ("--graph-mode", "use --graph-mode none"),
+        ("--only", "this command compares graphs with an eager engine, so leave it out"),
+        ("--modes", "use --modes none"),
+    ),
+    "cudagraph_mode": _MODE,
+    "compilation_config": _MODE,
+    "c": (("-cc", "use --graph-mode, or -cc with JSON"), *_MODE),
+    "O": (
+        ("--graph-mode", f"{_COMPILES_NOTHING} or use --graph-mode"),
+        ("--modes", f"{_COMPILES_NOTHING} or use --modes"),
+    ),
+    "cudagraph_capture_sizes": _SIZES,
+    "cuda_graph_sizes": _SIZES,
+    "max_cudagraph_capture_size": (("--max-capture-size", "use --max-capture-size"),),
 }
 
 
@@ -63,15 +76,21 @@ def _size(text: str) -> str:
     return f" (tried to allocate {amount:.2f} {unit})"
 
 
-def _vllm_advice(option: str) -> str:
-    """Say what to do about a vLLM flag that stoop lacks."""
+def _advice(option: str, known: set[str]) -> str:
+    """Say what to do about a flag that a command lacks. known: the flags that it has"""
     name = option.lstrip("-").replace("-", "_")
     if name in GRAPH_FLAGS:
-        return f": {GRAPH_FLAGS[name]}"
+        fitting = [text for flag, text in GRAPH_FLAGS[name] if flag in known]
+        return f": {fitting[0] if fitting else 'this command has no use for it, so leave it out'}"
     found = ENGINE_ARGS.get(name)
     if found is None:
         return ""
     return f", which is vLLM's: {found.advice or 'it changes nothing in stoop, so leave it out'}"
+
+
+def _is_theirs(option: str) -> bool:
+    name = option.lstrip("-").replace("-", "_")
+    return name in GRAPH_FLAGS.keys() - {"graph_mode"} or name in ENGINE_ARGS
 
 
 def _usage(error: Any) -> str:
@@ -80,10 +99,12 @@ def _usage(error: Any) -> str:
     wrong = getattr(error, "option_name", None) or ""
     close = getattr(error, "possibilities", None)
     missing = wrong and type(error).__name__ == "NoSuchOption"
-    advice = _vllm_advice(wrong) if missing else ""
+    context = getattr(error, "ctx", None)
+    known = {flag for each in context.command.params for flag in each.opts} if context else set()
+    advice = _advice(wrong, known) if missing else ""
     if wrong and (close is not None or advice):
         # Stoop's own names come before vLLM's.
-        near = sorted(name for name in close or () if not _vllm_advice(name)) or sorted(close or ())
+        near = sorted(name for name in close or () if not _is_theirs(name)) or sorted(close or ())
         meant = f": did you mean {' or '.join(near)}?" if near else ""
         text = f"there is no option {wrong}{advice or meant}"
     else:
@@ -91,5 +112,4 @@ def _usage(error: Any) -> str:
         text = text[0].lower() + text[1:]
         if "'serve'" in text:
             text = "stoop has no HTTP server yet"
-    context = getattr(error, "ctx", None)
     return f"error: {text} (see {context.command_path} --help)" if context else f"error: {text}"

@@ -12,7 +12,7 @@ import typer
 
 from stoop.cli.streams import as_text
 from stoop.config.check import check_options
-from stoop.config.errors import RequestError
+from stoop.config.errors import ConfigError, RequestError
 from stoop.config.resolve import make_options
 from stoop.config.schema import EngineOptions
 from stoop.core.sampling_params import SamplingParams
@@ -102,6 +102,15 @@ def engine_help(name: str) -> str:
 def check_engine(model: str, engine: dict[str, Any]) -> None:
     """Refuse invalid engine options before torch is imported, which takes seconds."""
     check_options(make_options(model, engine))
+
+
+def choose_names(flag: str, text: str, known: Sequence[str]) -> list[str]:
+    """Names separated by commas, in any case."""
+    given = text.split(",")
+    for name in given:
+        if name.lower() not in known:
+            raise ConfigError(f"{flag} has {name!r}: use {', '.join(known)}")
+    return [name.lower() for name in given]
 
 
 def sampling_flags(hidden: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:

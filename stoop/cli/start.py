@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from stoop.cli.progress import StageProgress
+from stoop.config.schema import dtype_label
 
 if TYPE_CHECKING:
     from stoop.config.schema import SpecConfig
@@ -23,10 +24,12 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
         llm = LLM(model, report=report, **engine)
     config, numbers = llm.config, llm.metrics()
     millions = count_parameters(config.model) / 1e6
+    kv_dtype = dtype_label(config.device.kv_dtype)
+    other = f", {kv_dtype}" if kv_dtype != config.device.dtype else ""
     print(
         f"{model}: {millions:.0f}M parameters, {config.device.dtype} on "
         f"{config.device.device}, KV cache of {numbers['kv_cache_tokens']:,} tokens "
-        f"({numbers['kv_cache_bytes'] / 2**20:,.0f} MiB), ready in {report.seconds:.1f} s",
+        f"({numbers['kv_cache_bytes'] / 2**20:,.0f} MiB{other}), ready in {report.seconds:.1f} s",
         file=sys.stderr,
     )
     if config.spec is not None:

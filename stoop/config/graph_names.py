@@ -36,6 +36,14 @@ KEYS = (
 )
 
 
+class VllmSizes(list[int]):
+    """Sizes under a name of vLLM's: ignored if there are no graphs, as vLLM does."""
+
+
+class VllmLimit(int):
+    """The largest size under a name of vLLM's: ignored likewise."""
+
+
 class Setting(NamedTuple):
     """An option of stoop's, with what the user wrote for it."""
 
@@ -90,12 +98,16 @@ def _translated(name: str, label: str, value: Any) -> Iterator[Setting]:
             mode = "full" if name == "full_cuda_graph" else "none"
             yield Setting("graph_mode", mode, name if name == "enforce_eager" else source)
     elif name == "max_cudagraph_capture_size":
-        yield Setting("max_capture_size", value, source)
+        limit = VllmLimit(value) if is_whole(value) else value  # others are refused later
+        yield Setting("max_capture_size", limit, source)
     elif name == "cuda_graph_sizes" and len(parse_sizes(_as_list(value))) == 1:
         # vLLM takes a single number for the largest of its own sizes.
-        yield Setting("max_capture_size", parse_sizes(_as_list(value))[0], source)
+        yield Setting("max_capture_size", VllmLimit(parse_sizes(_as_list(value))[0]), source)
     else:
-        yield Setting("capture_sizes", value, source)
+        sizes = VllmSizes(parse_sizes(value))
+        if not sizes:
+            raise ConfigError(f"{source}: use whole numbers, such as [1, 2, 4]")
+        yield Setting("capture_sizes", sizes, source)
 
 
 def _as_list(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from stoop.config.errors import ConfigError
 from stoop.config.graph_names import (
+    GRAPH_MODES,
     GRAPH_OPTIONS,
     Setting,
     graph_settings,
@@ -56,8 +57,8 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in NONE_IS_DEFAULT:
         if name in options and options[name] is None:
             del options[name]
-    if "graph_mode" in options:
-        options["graph_mode"] = mode_name(options["graph_mode"])
+    if "graph_mode" in options and mode_name(options["graph_mode"]) in ("auto", *GRAPH_MODES):
+        options["graph_mode"] = mode_name(options["graph_mode"])  # else refused as it was written
     _put_all(options, [*_renamed(given), *graph_settings(given)])
     for name, words in SYNONYMS.items():
         if name in options:

@@ -1,6 +1,7 @@
 """Checks user options and merges them with a checkpoint's spec into one `Config`."""
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from stoop.config.backends import (
     needs_zeroed_blocks,
 )
 from stoop.config.errors import ConfigError
-from stoop.config.graph_names import GRAPH_MODES, parse_sizes
+from stoop.config.graph_names import GRAPH_MODES, VllmLimit, VllmSizes, parse_sizes
 from stoop.config.options import translate
 from stoop.config.schema import (
     DTYPES,
@@ -31,6 +32,8 @@ from stoop.config.schema import (
     SpecConfig,
 )
 from stoop.config.values import is_number, is_whole, shown
+
+log = logging.getLogger(__name__)
 
 MAX_RUN_AHEAD = 8
 _BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, FP8: 8}
@@ -86,15 +89,15 @@ def _check_dtype(name: str, value: object) -> None:
             return
         if isinstance(value, str) and _FEW_BITS.match(value):
             raise ConfigError(
-                f"{name}={shown(value)} is not supported: of the formats of 8 bits or fewer, stoop "
-                "has e4m3 only; use fp8, or auto, the dtype of the model"
+                f"{name}={shown(value)} is not supported: e4m3 is stoop's only 8-bit format; use "
+                "fp8 or auto (the model's dtype)"
             )
         _choice(name, value, ("auto", *DTYPES, "fp8"))
         return
-    if isinstance(value, str) and value.startswith("fp8"):
+    if isinstance(value, str) and _FEW_BITS.match(value):
         raise ConfigError(
-            f"{name}={shown(value)} is not supported: stoop has no weights in 8 bits yet; use "
-            "auto, the dtype of the model, or bfloat16"
+            f"{name}={shown(value)} is not supported: stoop has no weights of 8 bits or fewer; use "
+            "auto (the model's dtype) or bfloat16, and for the KV cache use kv_cache_dtype=fp8"
         )
     _choice(name, value, ("auto", *DTYPES))
 
@@ -186,10 +189,8 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
     mode, sanitize = options.graph_mode, options.sanitize
     if mode == "auto":
         mode = default_graph_mode(device)
-    if mode == "none" and (sanitize or options.capture_sizes is not None):
-        raise ConfigError(
-            "sanitize and capture_sizes apply to graphs, and graph_mode is none: choose a mode"
-        )
+    if mode == "none":
+        options = _without_graphs(options)
     largest = _given(
         "max_capture_size", options.max_capture_size, MAX_DEFAULT_SIZE, MAX_DEFAULT_SIZE
     )
@@ -207,6 +208,34 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
             "disagree: give one of them"
         )
     return GraphConfig(mode, sizes, sanitize)
+
+
+def _without_graphs(options: EngineOptions) -> EngineOptions:
+    """Drop sizes under vLLM's names; refuse other options of graphs."""
+    ignored: dict[str, Any] = dict.fromkeys(_vllm_sizes(options))
+    options = dataclasses.replace(options, **ignored)
+    given = ["sanitize"] if options.sanitize else []
+    given += ["capture_sizes"] if options.capture_sizes is not None else []
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} {'applies' if given == ['sanitize'] else 'apply'} to graphs, "
+            "and graph_mode is none: choose a mode"
+        )
+    return options
+
+
+def _vllm_sizes(options: EngineOptions) -> dict[str, Any]:
+    """The sizes of graphs that came by vLLM's names."""
+    sizes = {name: getattr(options, name) for name in ("capture_sizes", "max_capture_size")}
+    return {name: each for name, each in sizes.items() if isinstance(each, VllmSizes | VllmLimit)}
+
+
+def log_ignored(options: EngineOptions, config: Config) -> None:
+    """Log the options that this configuration does not use."""
+    ignored = _vllm_sizes(options) if config.graph.mode == "none" else {}
+    if ignored:
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in ignored.items())
+        log.info("ignored, since there are no graphs: %s", listed)
 
 
 def default_graph_mode(device: str) -> str:

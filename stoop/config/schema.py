@@ -10,6 +10,11 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"  # for the KV cache only
 
 
+def dtype_label(dtype: str) -> str:
+    """The name that users give."""
+    return "fp8" if dtype == FP8 else dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """What the engine and the scheduler need to know of a model; a family's own spec extends it."""

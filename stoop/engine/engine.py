@@ -10,7 +10,7 @@ from typing import Any
 from stoop.checkpoint.fetch import resolve_model
 from stoop.config.check import check_options
 from stoop.config.errors import ConfigError
-from stoop.config.resolve import resolve
+from stoop.config.resolve import log_ignored, resolve
 from stoop.config.schema import Config, EngineOptions
 from stoop.config.speculation import asks_for_auto
 from stoop.core.outputs import RequestOutput
@@ -188,7 +188,8 @@ def build_engine(options: EngineOptions, report: Report | None = None) -> Engine
     device = find_device(options.device)
     folder = resolve_model(options.model, revision=options.revision, report=report)
     model = read_model_spec(folder)
-    resolve(options, model, str(folder), device)  # refuse before a drafter is read
+    settled = resolve(options, model, str(folder), device)  # refuse before a drafter is read
+    log_ignored(options, settled)
     choice = choose_drafter(options, model, folder, device, report)
 
     def build(choice: DrafterChoice) -> Engine:

@@ -22,7 +22,7 @@ FIELDS = {
     *("asked_mode", "graph_mode", "drafter", "num_questions", "num_correct", "accuracy"),
     *("num_tokens", "loglikelihood_per_token", "tokens_per_step", "acceptance_rates", "seconds"),
     *("same", "num_equal", "first_position", "largest_gap", "loglikelihood_change"),
-    "differences",
+    *("differences", "num_cut"),
 }
 SMALL = ("--device", "cpu", "--dtype", "float64", "--max-tokens", "8", "--max-num-seqs", "2")
 
@@ -45,12 +45,13 @@ def test_a_table_a_file_and_a_json_line(text_model: Path, tmp_path: Path, stoop:
     assert "accepted by position" in shown
     assert (record["bench"], record["max_tokens"], record["shots"]) == ("accuracy", 8, 0)
     assert (record["dtype"], record["attention_backend"]) == ("float64", "reference")
-    assert record["same"] is True
+    assert record["same"] is True and record["kv_cache_dtype"] == "float64"
+    assert "3 of 3 answers were cut at the limit of --max-tokens" in shown
     rows = record["rows"]
     places = [(row["graph_mode"], row["drafter"]) for row in rows]
     assert places == [(m, d) for m in ("none", "full", "step") for d in (None, "ngram")]
     for row in rows:
-        assert set(row) == FIELDS
+        assert set(row) == FIELDS and row["num_cut"] == 3
         assert row["num_questions"] == row["num_equal"] == 3 and row["differences"] == []
         assert row["same"] is True and row["first_position"] is row["largest_gap"] is None
         assert row["loglikelihood_per_token"] == rows[0]["loglikelihood_per_token"] < 0
@@ -71,7 +72,22 @@ def test_strict_fails_for_a_broken_engine(
         assert set(each) == {*("question", "position", "expected", "found"), "gap", "gap_is_bound"}
         assert each["expected"] != each["found"] and each["gap"] > 0
     assert broken["first_position"] == min(each["position"] for each in broken["differences"])
-    assert stoop(*args, "--strict")[0] == 1
+    code, _, told = stoop(*args, "--strict")
+    (line,) = [text for text in told.splitlines() if text.startswith("--strict: ")]
+    assert code == 1 and line.startswith("--strict: full, plain differs from the first row: ")
+    place = f"first at token {broken['first_position']}, gap "
+    assert f": {6 - broken['num_equal']} of 6 answers, {place}" in line
+
+
+def test_the_dtype_of_the_cache_is_named(text_model: Path, stoop: Callable) -> None:
+    args = ["--questions", str(QUESTIONS), "-sc", "none", "--num-questions", "1"]
+    code, shown, started = stoop(str(text_model), *SMALL, *args, "--kv-cache-dtype", "fp8")
+    assert code == 0, started
+    assert json.loads(shown.splitlines()[-1])["kv_cache_dtype"] == "fp8"
+    assert "float64 on cpu, KV cache in fp8, reference" in " ".join(shown.split())
+    assert "MiB, fp8), ready in" in started
+    _, _, started = stoop(str(text_model), *SMALL, *args)
+    assert "MiB), ready in" in started
 
 
 def test_drafts_alone_and_worked_examples(text_model: Path, stoop: Callable) -> None:

@@ -193,10 +193,28 @@ def test_check_puts_bugs_back(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert check_mutants(monkeypatch, "--only", "Index pointers") == 0
-    lines = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr()
+    assert "left out" not in output.err
+    lines = output.out.splitlines()
     (row,) = (line for line in lines if "index pointers unpadded (full, hostplan)" in line)
     assert "`page_indptr`" in row and "ok" in row
     assert json.loads(lines[-1]) == {"mutants": 1, "failed": 0, "failures": []}
+
+
+def test_mutants_are_chosen_by_label_and_report() -> None:
+    chosen, left_out = harness.choose_mutants("unpadded (Full, hostplan)", "cpu")
+    names = ["index pointers unpadded", "lengths unpadded", "offsets unpadded"]
+    assert [mutant.name for mutant in chosen] == names and left_out == ""
+    chosen, left_out = harness.choose_mutants("39773", "cpu")
+    assert len(chosen) == 2 and {mutant.report for mutant in chosen} == {39773}
+    assert left_out == "1 left out: needs flashinfer, which does not run on cpu"
+    every, left_out = harness.choose_mutants("", "cpu")
+    assert len(every) == len(harness.MUTANTS) - 4 and left_out.startswith("4 left out: need flash")
+    chosen, left_out = harness.choose_mutants("40410", "cuda:0")
+    assert chosen and {(mutant.report, mutant.backend) for mutant in chosen} == {(40410, "triton")}
+    asked = [mutant for mutant in harness.MUTANTS if mutant.report == 40410]
+    assert left_out == f"{len(asked) - len(chosen)} left out: do not run on cuda:0"
+    assert harness.choose_mutants("triton)", "cuda:0")[1] == ""
 
 
 def test_check_fails_when_a_bug_is_missed(
@@ -218,10 +236,11 @@ def test_check_fails_when_a_bug_is_missed(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--only", "no such"], "--only 'no such' is in no mutant's name: use part of one of"),
+        (["--only", "xyzzy"], "in no mutant's name or report number: leave it out to see them all"),
+        (["--only", "idex ponters"], "report number: did you mean index pointers unpadded?"),
         (["--modes", "full", "--dtype", "float32"], "leave --modes, --dtype out"),
         (["smollm2-135m"], "--mutants has engines of its own: leave MODEL out"),
-        (["--only", "flash"], "--only 'flash' is in no mutant's name"),
+        (["--only", "flash"], "none of these mutants runs on cpu (4 left out: need flashinfer,"),
     ],
 )
 def test_check_refuses_what_mutants_have_not(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from stoop import LLM
-from stoop.bench.accuracy import Answer, Result, compare, score
+from stoop.bench.accuracy import BASELINE, AccuracyReport, Answer, Result, Row, compare, score
+from stoop.bench.accuracy_report import describe_difference, print_accuracy
 from stoop.bench.questions import Task, encode_tasks, find_number, read_answered
 from stoop.check.mutants.graphs import share_warm_up_state, skip_the_rebuild
 from stoop.config.errors import ConfigError
@@ -232,6 +233,42 @@ def test_equal_answers_are_not_enough(loglikelihood: float, same: bool) -> None:
     finite = math.isfinite(loglikelihood)
     assert (record["loglikelihood_change"] is None) == (not finite)
     assert (record["loglikelihood_per_token"] is None) == (not finite)
+
+
+def test_what_a_strict_run_says() -> None:
+    expected = result_of(*[answer_of(1, 5, 7, rivals=RIVALS)] * 2)
+
+    def told(result: Result) -> str:
+        text = describe_difference(Row(BASELINE, result, compare(result, expected)))
+        assert text.startswith("none, plain differs from the first row: ")
+        return text.partition("row: ")[2]
+
+    other = result_of(answer_of(1, 5, 99), answer_of(1, 5, 7))
+    assert told(other) == "1 of 2 answers, first at token 2, gap >1"
+    assert told(result_of(answer_of(1, 5), answer_of(1, 5, 7))).endswith("token 2, gap -")
+    same = expected.answers
+    assert told(result_of(*same, loglikelihood=-6)) == "the logp of a solution by 1 per token"
+    assert told(result_of(*same, loglikelihood=math.nan)).endswith("by nan per token")
+
+
+def test_answers_that_a_limit_cuts_and_solutions_without_tokens(
+    eager: LLM, tasks: list[Task], capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    short = score(eager, [replace(task, solution=()) for task in tasks[:2]], 3)
+    stopped = replace(short, answers=tuple(replace(each, cut=False) for each in short.answers))
+    assert (short.num_cut, stopped.num_cut) == (2, 0)
+    assert short.as_record()["loglikelihood_per_token"] is None and compare(short, short).same
+    for results, note in [
+        ([short], "2 of 2 answers were cut at the limit of --max-tokens or --max-model-len"),
+        ([short, stopped], "0 to 2 of 2 answers were cut"),
+        ([stopped], ""),
+    ]:
+        rows = [Row(BASELINE, each, compare(each, results[0])) for each in results]
+        print_accuracy(AccuracyReport(eager.config, rows, 3), "m", "q.jsonl", 0, None)
+        shown = capsys.readouterr().out
+        assert note in shown and ("cut at" in shown) == bool(note)
+        assert "0.0000" not in shown and "nan" not in shown
 
 
 def test_no_questions_are_refused(eager: LLM) -> None:

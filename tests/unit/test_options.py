@@ -16,7 +16,7 @@ import torch
 from stoop import EngineArgs
 from stoop.config.errors import ConfigError
 from stoop.config.graph_names import GRAPH_OPTIONS, KEYS
-from stoop.config.resolve import make_options, resolve
+from stoop.config.resolve import log_ignored, make_options, resolve
 from stoop.config.schema import Config, EngineOptions
 from stoop.config.vllm_names import (
     CALL_ARGS,
@@ -78,7 +78,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("distributed_executor_backend", "ray", "one device"),
     ("enable_lora", True, "no LoRA"),
     ("quantization", "awq", "GGUF"),
-    ("kv_cache_dtype", "fp8_e5m2", "dtype of the model"),
+    ("kv_cache_dtype", "fp8_e5m2", "the model's dtype"),
     ("cpu_offload_gb", 4, "smaller model"),
     ("task", "embed", "no pooling"),
     ("runner", "pooling", "no pooling"),
@@ -109,7 +109,7 @@ def test_weights_and_cache_have_a_dtype_of_their_own(name: str) -> None:
         make_options("x", {name: "int4"})
     refused = {"weight_dtype": ("fp8", "fp8_e4m3", "fp8_e5m2"), "kv_cache_dtype": ("fp8_e5m2",)}
     for word in refused[name]:
-        with pytest.raises(ConfigError, match=rf"{name}='{word}' is not supported: .* 8 bits"):
+        with pytest.raises(ConfigError, match=rf"{name}='{word}' is not supported: .* 8[ -]bit"):
             make_options("x", {name: word})
 
 
@@ -121,7 +121,7 @@ def test_the_cache_may_be_in_fp8(given: Any) -> None:
     assert (device.dtype, device.kv_dtype) == ("bfloat16", "float8_e4m3fn")
     assert device.weight_dtype == "bfloat16"
     for name in ("dtype", "weight_dtype"):
-        with pytest.raises(ConfigError, match=f"^{name}="):
+        with pytest.raises(ConfigError, match=f"^{name}=.*for the KV cache use kv_cache_dtype=fp8"):
             make_options("x", {name: given})
 
 
@@ -165,7 +165,7 @@ def test_dtypes_have_other_names(given: Any, dtype: str) -> None:
     assert resolved(dtype=given).device.dtype == dtype
 
 
-@pytest.mark.parametrize("given", [torch.int8, torch.float8_e4m3fn, "int4", 16, float, None])
+@pytest.mark.parametrize("given", [torch.int8, torch.uint8, "int4", 16, float, None])
 def test_other_dtypes_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"dtype=.*use auto, float64, float32, bfloat16 or float"):
         make_options("x", {"dtype": given})
@@ -325,6 +325,67 @@ def test_capture_sizes_have_vllms_names() -> None:
     ):
         graph = resolved("cuda:0", **options).graph
         assert (graph.mode, graph.capture_sizes) == ("step", (1, 2, 4))
+
+
+SIZES_OF_VLLM: list[dict[str, Any]] = [
+    {"cudagraph_capture_sizes": [1, 2, 100_000]},
+    {"cuda_graph_sizes": [1, 2]},
+    {"cuda_graph_sizes": 1024},
+    {"max_cudagraph_capture_size": 1024},
+    {"compilation_config": {"cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 2}},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_VLLM, ids=str)
+def test_vllms_sizes_mean_nothing_without_graphs(
+    sizes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    again = dataclasses.asdict(EngineArgs("x", **sizes))
+    del again["model"], again["device"]
+    for device, options in [
+        ("cpu", sizes),
+        ("cpu", again),
+        ("cuda:0", {**sizes, "enforce_eager": True}),
+        ("cuda:0", {**sizes, "graph_mode": "none"}),
+    ]:
+        config = resolved(device, **options)
+        assert config.graph == resolved("cpu").graph and not caplog.messages
+        log_ignored(make_options("x", options), config)
+        (message,) = caplog.messages
+        assert message.startswith("ignored, since there are no graphs: ")
+        assert "capture_sizes=[1, 2" in message or "max_capture_size=1024" in message
+        caplog.clear()
+    log_ignored(make_options("x", {}), resolved("cpu"))
+    log_ignored(make_options("x", SIZES_OF_VLLM[1]), resolved("cuda:0", **SIZES_OF_VLLM[1]))
+    assert not caplog.messages
+
+
+def test_wrong_sizes_are_refused_by_vllms_name() -> None:
+    for sizes in (["x"], [], [1, 2.5], {}):
+        for options, name in [
+            ({"cudagraph_capture_sizes": sizes}, "cudagraph_capture_sizes"),
+            (
+                {"compilation_config": {"cudagraph_capture_sizes": sizes}},
+                "compilation_config.cudagraph_capture_sizes",
+            ),
+        ]:
+            with pytest.raises(ConfigError, match=rf"^{name}=.*: use whole numbers, such as \["):
+                resolved("cpu", **options)
+    with pytest.raises(ConfigError, match="max_capture_size='x': use a whole number"):
+        resolved("cpu", max_cudagraph_capture_size="x")
+
+
+def test_our_own_sizes_need_graphs() -> None:
+    for options, told in [
+        ({"capture_sizes": [1, 2]}, "capture_sizes apply to graphs"),
+        ({"sanitize": True}, "sanitize applies to graphs"),
+        ({"sanitize": True, "capture_sizes": "1"}, "sanitize and capture_sizes apply to graphs"),
+        ({"capture_sizes": [1, 2], "cuda_graph_sizes": [1, 2]}, "capture_sizes apply to graphs"),
+        ({"sanitize": True, "cuda_graph_sizes": [1, 2]}, "sanitize applies to graphs"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^{told}, and graph_mode is none: choose a mode"):
+            resolved("cpu", **options)
 
 
 def test_the_largest_size_has_vllms_names() -> None:

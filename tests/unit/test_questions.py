@@ -118,12 +118,17 @@ def test_a_bad_line_is_named(line: object, pattern: str, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=pattern) as refusal:
         read_answered(write(tmp_path / "q.jsonl", GOOD, line))
     assert "\n" not in str(refusal.value)
+    assert '{"question": ..., "answer": "... #### 42"}' in str(refusal.value)  # what to write
+    assert "messages" not in str(refusal.value)  # which has no answer
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     for path, pattern in [
-        (tmp_path / "nowhere.jsonl", "--questions .*nowhere.jsonl does not exist"),
-        (write(tmp_path / "empty.jsonl", "", " "), "empty.jsonl is empty"),
+        (tmp_path / "nowhere.jsonl", "--questions .*nowhere.jsonl does not exist: .*its answer"),
+        (
+            write(tmp_path / "empty.jsonl", "", " "),
+            "empty.jsonl is empty: write a question with its answer, as JSON, on each line",
+        ),
         (write(tmp_path / "text.txt", "1 + 1?"), "text.txt is not a .jsonl file"),
     ]:
         with pytest.raises(ConfigError, match=pattern):

@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ MUTANTS = (*graphs.MUTANTS, *DRAFT_MUTANTS)
 # How strongly attention perturbs a head named "noisy": its drafts are right or wrong depending on
 # its KV. One named "right" always is.
 HEAD_NOISE = {"eagle": 0.15, "eagle3": 0.0008}
+MIN_LIKENESS = 0.7  # of a mistyped name
 
 
 @dataclass(frozen=True)
@@ -193,20 +195,62 @@ class TinyEngines:
         return str(folder if folder.exists() else toy.write_head(folder, method, noise=noise))
 
 
-def choose_mutants(only: str, device: str) -> list[Mutant]:
-    """The mutants that can run on a device and have `only` in their name."""
-    chosen = [mutant for mutant in MUTANTS if only.lower() in mutant.name.lower()]
-    if not chosen:
-        names = ", ".join(dict.fromkeys(mutant.name for mutant in MUTANTS))
-        raise ConfigError(f"--only {only!r} is in no mutant's name: use part of one of {names}")
+def choose_mutants(only: str, device: str) -> tuple[list[Mutant], str]:
+    """The mutants that run on a device and have `only` in their label or report number.
+
+    The second value says how many others have it too and why they do not run; "" for none.
+    """
+    asked = [
+        mutant
+        for mutant in (_placed(mutant, device) for mutant in MUTANTS)
+        if only.lower() in f"{mutant.report or ''} {mutant.label}".lower()
+    ]
+    if not asked:
+        close = _close_names(only)
+        advice = f"did you mean {' or '.join(close)}?" if close else "leave it out to see them all"
+        raise ConfigError(f"--only {only!r} is in no mutant's name or report number: {advice}")
     if device == "cpu":
         serving = serving_backends("cpu", "float64", [toy.SIZE // toy.HEADS])
-        chosen = [mutant for mutant in chosen if mutant.backend in serving]
+        chosen = [mutant for mutant in asked if mutant.backend in serving]
     else:
-        chosen = [replace(mutant, backend="triton") for mutant in chosen if mutant.any_backend]
+        chosen = [mutant for mutant in asked if mutant.any_backend]
+    left_out = _describe_left_out([mutant for mutant in asked if mutant not in chosen], device)
     if not chosen:
-        raise ConfigError(f"--only {only!r}: none of these mutants runs on {device}: use another")
-    return chosen
+        raise ConfigError(
+            f"--only {only!r}: none of these mutants runs on {device} ({left_out}): use another"
+        )
+    return chosen, left_out
+
+
+def _placed(mutant: Mutant, device: str) -> Mutant:
+    """The mutant with the backend that it has on a device."""
+    return replace(mutant, backend="triton") if device != "cpu" and mutant.any_backend else mutant
+
+
+def _describe_left_out(mutants: Sequence[Mutant], device: str) -> str:
+    if not mutants:
+        return ""
+    one = len(mutants) == 1
+    if device != "cpu":
+        return f"{len(mutants)} left out: {'does' if one else 'do'} not run on {device}"
+    backends = ", ".join(sorted({mutant.backend for mutant in mutants}))
+    needs = "needs" if one else "need"
+    return f"{len(mutants)} left out: {needs} {backends}, which does not run on {device}"
+
+
+def _close_names(only: str) -> list[str]:
+    """At most three names with words like those of `only`."""
+    wanted = only.lower()
+    count = len(wanted.split())
+
+    def likeness(name: str) -> float:
+        words = name.lower().split()
+        parts = (words[n : n + count] for n in range(max(len(words) - count + 1, 1)))
+        return max(SequenceMatcher(None, wanted, " ".join(part)).ratio() for part in parts)
+
+    scores = {mutant.name: likeness(mutant.name) for mutant in MUTANTS}
+    best = sorted(scores, key=lambda name: -scores[name])[:3]
+    return [name for name in best if scores[name] >= MIN_LIKENESS]
 
 
 def healthy(mutant: Mutant) -> Mutant:
@@ -232,10 +276,11 @@ def run_mutants(mutants: Sequence[Mutant], device: str, report: Report) -> Itera
     torch.set_num_threads(1)  # more threads only slow down such small models
     controls = dict.fromkeys(healthy(mutant) for mutant in mutants)
     every = [*controls, *mutants]
+    count = "1 mutant" if len(mutants) == 1 else f"{len(mutants)} mutants"
     with tempfile.TemporaryDirectory() as root:
         engines = TinyEngines(Path(root), device)
         for done, mutant in enumerate(every):
-            report(f"running {len(mutants)} mutants", done, len(every))
+            report(f"running {count}", done, len(every))
             yield run_mutant(mutant, engines)
 
 

@@ -14,7 +14,7 @@ from stoop.cli.bench.questions import (
     find_drafter,
     load_tokenizer,
 )
-from stoop.cli.options import Command, Model, check_engine, engine_flags
+from stoop.cli.options import Command, Model, check_engine, choose_names, engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import GRAPH_MODES
@@ -121,11 +121,7 @@ def _engine_options(model: str, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_modes(text: str | None) -> list[str]:
-    chosen = [] if text is None else text.split(",")
-    for mode in chosen:
-        if mode not in GRAPH_MODES:
-            raise ConfigError(f"--modes has {mode!r}: use {', '.join(GRAPH_MODES)}")
-    return chosen
+    return [] if text is None else choose_names("--modes", text, GRAPH_MODES)
 
 
 def _parse_limits(text: str) -> tuple[int, int]:

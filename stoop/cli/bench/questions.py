@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoop.cli.bench.common import check_file, parse_sizes, say
-from stoop.cli.options import Command, Model, check_engine, engine_flags
+from stoop.cli.options import Command, Model, check_engine, choose_names, engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
@@ -226,7 +226,7 @@ def accuracy(
     asked = _choose_modes(model, modes, engine)
     check_file("--out", out)
     from stoop.bench.accuracy import EngineChoice, measure_accuracy
-    from stoop.bench.accuracy_report import print_accuracy
+    from stoop.bench.accuracy_report import describe_difference, print_accuracy
     from stoop.bench.questions import encode_tasks, read_exam
 
     exam, worked = read_exam(questions, num_questions, shots, shots_file)
@@ -244,15 +244,16 @@ def accuracy(
     report = measure_accuracy(start, choices, str(questions), tasks, max_tokens, say)
     print_accuracy(report, model, str(questions), shots, out)
     if strict and not report.same:
+        for row in report.rows:
+            if not row.comparison.same:
+                say(f"--strict: {describe_difference(row)}")
         raise typer.Exit(1)
 
 
 def _choose_modes(model: str, text: str, engine: dict[str, Any]) -> list[str]:
     """Check the graph modes, with the other options of the engines; auto is replaced."""
-    chosen = text.split(",")
+    chosen = choose_names("--modes", text, ("auto", *GRAPH_MODES))
     for mode in chosen:
-        if mode not in ("auto", *GRAPH_MODES):
-            raise ConfigError(f"--modes has {mode!r}: use auto, {', '.join(GRAPH_MODES)}")
         check_engine(model, _of_mode(mode, engine))
     from stoop.worker.device import find_device
 
