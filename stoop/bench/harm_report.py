@@ -122,7 +122,9 @@ def _notes(outcome: Outcome) -> list[str]:
 
 
 def _number(value: Any) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _shorten(text: str) -> str:
