@@ -62,7 +62,7 @@ class DeviceLengths:
 class FlashInferMetadata:
     wrappers: dict[AttentionShape, Any]
     num_tokens: int  # tokens that belong to a row; padding follows them
-    buffers: list[Tensor]  # what kernels read of the plan; empty for the target's eager steps
+    buffers: list[Tensor]  # what a graph reads of the plan; empty for eager steps
     lengths: DeviceLengths | None = None  # of draft decodes
 
 

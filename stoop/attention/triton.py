@@ -15,6 +15,7 @@ from stoop.batch.input_batch import InputBatch
 from stoop.config.errors import ConfigError
 from stoop.graph.support import GraphSupport
 from stoop.ops.kernels.choice import KERNEL_DTYPES
+from stoop.ops.kv_store import FP8
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class TritonBackend:
                 f"attention_backend=triton has no kernels for {name}: use "
                 "attention_backend=reference"
             )
-        if setup.kv_dtype == torch.float8_e4m3fn and not _converts_fp8(setup.device):
+        if setup.kv_dtype == FP8 and not _converts_fp8(setup.device):
             raise ConfigError(
                 "a KV cache in fp8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper or "
                 "newer): use kv_cache_dtype=auto"

@@ -54,10 +54,11 @@ def enter(terminal: Terminal, text: str | bytes, got: str) -> None:
     terminal.wait_for("> ")
 
 
-def leave(terminal: Terminal) -> None:
+def leave(terminal: Terminal) -> int:
+    """End the conversation; returns the exit status."""
     terminal.type("\x04")
     terminal.wait_for("end")
-    assert terminal.process.wait(timeout=60) == 0
+    return terminal.process.wait(timeout=60)
 
 
 def test_lines_are_edited_and_recalled(chat: Callable[..., Terminal], tmp_path: Path) -> None:
@@ -65,10 +66,10 @@ def test_lines_are_edited_and_recalled(chat: Callable[..., Terminal], tmp_path: 
     enter(first, f"ac{LEFT}b", "abc")
     enter(first, "second", "second")
     enter(first, f"{UP}{UP}", "abc")
-    leave(first)
+    assert leave(first) == 0
     later = chat()
     enter(later, f"{UP}{UP}", "second")
-    leave(later)
+    assert leave(later) == 0
     file = tmp_path / "cache" / lines.HISTORY
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert History(file).lines == ["abc", "second", "abc", "second"]
@@ -90,7 +91,7 @@ def test_ctrl_c_clears_a_line(chat: Callable[..., Terminal]) -> None:
     os.killpg(terminal.process.pid, signal.SIGINT)
     terminal.wait_for("> ")
     enter(terminal, "whole", "whole")
-    leave(terminal)
+    assert leave(terminal) == 0
 
 
 def test_a_python_without_readline_reads_lines(
@@ -98,7 +99,7 @@ def test_a_python_without_readline_reads_lines(
 ) -> None:
     terminal = chat("sys.modules['readline'] = None")
     enter(terminal, "plain", "plain")
-    leave(terminal)
+    assert leave(terminal) == 0
     assert not (tmp_path / "cache").exists()
 
 
@@ -109,7 +110,7 @@ def test_a_cache_that_cannot_be_written_costs_the_history_alone(
     terminal = chat(STOOP_CACHE=str(tmp_path / "file"))
     enter(terminal, "hello", "hello")
     enter(terminal, UP, "hello")
-    leave(terminal)
+    assert leave(terminal) == 0
 
 
 def test_bytes_that_are_no_text_are_refused_and_the_next_line_is_read(
@@ -120,7 +121,7 @@ def test_bytes_that_are_no_text_are_refused_and_the_next_line_is_read(
     terminal.wait_for("error: the line is not valid UTF-8")
     terminal.wait_for("> ")
     enter(terminal, "fine", "fine")
-    leave(terminal)
+    assert leave(terminal) == 0
 
 
 def test_an_ascii_terminal_sends_utf_8(chat: Callable[..., Terminal]) -> None:
@@ -128,7 +129,7 @@ def test_an_ascii_terminal_sends_utf_8(chat: Callable[..., Terminal]) -> None:
     terminal.type("hé\n")
     terminal.wait_for(r"got 'h\xe9'")
     terminal.wait_for("> ")
-    leave(terminal)
+    assert leave(terminal) == 0
 
 
 # ---- no terminal ----

@@ -83,3 +83,12 @@ def step(scheduler: Scheduler, token: int | Callable[[str], int] = 7) -> StepPla
 def rows_of(plan: StepPlan) -> dict[str, tuple[int, int]]:
     """{request id: (tokens before, tokens of this step)}"""
     return {row.request_id: (row.num_computed, row.num_tokens) for row in plan.rows}
+
+
+def two_that_outgrow_the_pool() -> tuple:
+    """Six usable blocks of two tokens: each of two requests wants four in the end."""
+    scheduler = make_scheduler(num_blocks=7, block_size=2, max_model_len=12, prefix_caching=False)
+    first, second = make_request("first", [1, 2, 3]), make_request("second", [4, 5, 6])
+    scheduler.add(first)
+    scheduler.add(second)
+    return scheduler, first, second
