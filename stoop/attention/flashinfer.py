@@ -236,7 +236,10 @@ class FlashInferBackend:
             known = KnownPages(rows.num_pages, places, owners, page_indices)
             self.known[id(wrappers)] = known
         elif known.owners != owners:
-            num_owned = torch.from_numpy(rows.num_owned).to(self.setup.device)
+            num_owned = torch.from_numpy(rows.num_owned)
+            if self.setup.device.type == "cuda":  # a copy from pinned memory waits for nothing
+                num_owned = num_owned.pin_memory()
+            num_owned = num_owned.to(self.setup.device, non_blocking=True)
             known.page_indices = self._find_pages(known.places, num_owned, batch)
             known.owners = owners
         return known
