@@ -1,0 +1,1 @@
+"""Asynchronous generation, with the engine core in a process of its own."""

@@ -1,0 +1,1 @@
+"""Grammars that constrain answers: compiled by xgrammar, followed token by token on the host."""

@@ -1,0 +1,1 @@
+"""The HTTP server: an OpenAI-compatible API in front of `AsyncLLM`."""
