@@ -52,7 +52,7 @@ class Load:
     @property
     def name(self) -> str:
         if self.rate is not None:
-            return f"{self.rate:g} requests/s"
+            return f"{self.rate:g} req/s"
         return f"{self.concurrency} client{'s' if self.concurrency != 1 else ''}"
 
     def arrivals(self) -> list[float]:

@@ -80,14 +80,13 @@ def _print_times(console: Console, summary: Summary, setting: Mapping[str, Any])
 
 def _print_comparison(console: Console, summaries: Sequence[Summary]) -> None:
     table = Table(title="all loads")
-    table.add_column("load")
-    columns = ("complete", "requests/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "goodput")
+    table.add_column("load", no_wrap=True)
+    columns = ("req/s", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "goodput")
     for column in columns[: None if summaries[0].goodput else -1]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for summary in summaries:
         record = summary.record
-        cells = [f"{record['num_complete']} of {record['num_requests']}"]
-        cells += [f"{record[name]:.1f}" for name in ("requests_per_s", "tokens_per_s")]
+        cells = [f"{record[name]:.1f}" for name in ("requests_per_s", "tokens_per_s")]
         for key in ("ttft_ms", "itl_ms"):
             times = record[key]
             cells += [_short(times[p]) if times else "-" for p in ("p50", "p99")]

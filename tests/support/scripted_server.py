@@ -121,10 +121,16 @@ def serving(answering: Answering, **options: Any) -> Iterator[ScriptedServer]:
     try:
         yield server
     finally:
-        listening.close()
+        asyncio.run_coroutine_threadsafe(_stop(listening), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
         loop.close()
+
+
+async def _stop(listening: asyncio.Server) -> None:
+    """On the loop's own thread: asyncio's servers are not safe to close from another."""
+    listening.close()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
