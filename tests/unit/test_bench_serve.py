@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from stoop.bench.serve import Load, Outcome
-from stoop.bench.serve_http import BrokenExchange, Connection, Server
+from stoop.bench.serve_http import BrokenExchange, Connection, Pool, Server
 from stoop.bench.serve_prompts import USAGE, Prompts
 from stoop.bench.serve_stream import Answer, AnswerStream
 from stoop.bench.serve_summary import Summary, is_good, max_open, parse_goodput
@@ -218,6 +218,34 @@ def test_a_connection_that_breaks_off_is_said() -> None:
 def test_a_connection_that_the_server_will_close_is_not_used_again() -> None:
     _, connection = receive([HEAD + b"Connection: close\r\nContent-Length: 0\r\n\r\n"])
     assert not connection.reusable
+
+
+@pytest.mark.parametrize(("num_bytes", "again"), [(0, True), (5, False)])
+def test_a_connection_that_was_closed_while_idle_is_replaced(num_bytes: int, again: bool) -> None:
+    """Once the server has begun to answer, a request must not be sent twice."""
+
+    class Stale(Connection):
+        async def exchange(self, request: bytes, sink: Any) -> None:
+            self.num_bytes, self.reusable = num_bytes, False
+            raise BrokenExchange("the connection broke off")
+
+    class Fresh(Connection):
+        async def exchange(self, request: bytes, sink: Any) -> None:
+            sink.append(request)
+
+    class Between(Pool):
+        async def _connect(self) -> Connection:
+            return Fresh()
+
+    pool = Between(Server.parse("http://x", None))
+    pool._idle.append(Stale())
+    sent: Any = []
+    if again:
+        asyncio.run(pool.exchange(b"request", sent))
+        assert sent == [b"request"]
+    else:
+        with pytest.raises(BrokenExchange):
+            asyncio.run(pool.exchange(b"request", sent))
 
 
 @pytest.mark.parametrize(
