@@ -34,7 +34,13 @@ def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
 
 def make_app(service: Service) -> Any:
     """The ASGI application."""
-    app = FastAPI(title="stoop", version=__version__, description="An OpenAI-compatible API")
+    app = FastAPI(
+        title="stoop",
+        version=__version__,
+        description="An OpenAI-compatible API",
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+    )
     add_handlers(app)
     _add_generation(app, service)
     _add_models(app, service)

@@ -180,8 +180,8 @@ class ChatWriter:
             f'"created":{shape.created},"model":{json.dumps(shape.model)},'
             '"system_fingerprint":null,"choices":['
         )
-        self._usage = ',"usage":null' if body.include_usage else ""
-        self._tail = f"]{self._usage}}}\n\n"
+        usage = ',"usage":null' if body.include_usage else ""
+        self._tail = f"]{usage}}}\n\n"
         plain = not (body.logprobs or make or body.return_draft_positions or body.usage_in_chunks)
         self._text_heads = [
             f'{self._head}{{"index":{index},"delta":{{"content":'

@@ -155,7 +155,8 @@ class CompletionWriter:
             f'"created":{shape.created},"model":{json.dumps(shape.model)},'
             '"system_fingerprint":null,"choices":['
         )
-        self._tail = f"]{',\"usage\":null' if body.include_usage else ''}}}\n\n"
+        usage = ',"usage":null' if body.include_usage else ""
+        self._tail = f"]{usage}}}\n\n"
         self._text_heads = [f'{self._head}{{"index":{index},"text":' for index in range(count)]
         self._text_tail = f',"logprobs":null,"finish_reason":null}}{self._tail}'
         self._plain = body.logprobs is None and not (

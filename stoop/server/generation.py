@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import Logprob, RequestOutput, RequestTimes
@@ -13,6 +13,9 @@ from stoop.core.sampling_params import SamplingParams
 from stoop.server.errors import ApiError, unavailable
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
+
+if TYPE_CHECKING:
+    from stoop.async_llm import DeltaStream
 
 
 @dataclass
@@ -67,35 +70,31 @@ class Generation:
 
     # ---- running ----
 
-    def _open(self) -> list[AsyncIterator[RequestDelta]]:
-        """Start every stream. The engine checks them here, so errors come before any output."""
-        streams: list[AsyncIterator[RequestDelta]] = []
-        for prompt, request_id in zip(self.prompts, self.ids, strict=True):
-            streams.append(
-                self.service.llm.stream(
-                    prompt.engine_prompt,
-                    self.params,
-                    request_id=request_id,
-                    priority=self.priority,
-                )
-            )
-        return streams
+    def _open(self, prompt: EncodedPrompt, request_id: str) -> "DeltaStream":
+        return self.service.llm.stream(
+            prompt.engine_prompt, self.params, request_id=request_id, priority=self.priority
+        )
 
     async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
         """What is new, of all prompts in the order in which it comes."""
         metrics = self.service.metrics
         with self.service.admitted(self.num_choices):
             metrics.request_arrived()
-            streams: list[AsyncIterator[RequestDelta]] = []
+            streams: list[DeltaStream] = []
             try:
-                streams = self._open()
+                # The engine checks every request here, so refusals come before any output.
+                for prompt, request_id in zip(self.prompts, self.ids, strict=True):
+                    streams.append(self._open(prompt, request_id))
+                source: AsyncIterator[RequestDelta]
                 source = streams[0] if len(streams) == 1 else _merged(streams)
                 async for delta in source:
                     self.note(delta)
+                    if delta.finished:
+                        self._count_drafts(streams[self.ids.index(delta.request_id)].output())
                     yield delta
             finally:
                 for stream in streams:
-                    await _close(stream)
+                    await stream.aclose()
                 self._end()
 
     async def whole(self, with_drafts: bool) -> list[WholeAnswer]:
@@ -144,10 +143,8 @@ class Generation:
                 count = sum(len(answer.token_ids) for answer in output.outputs) - 1
                 self.service.metrics.inter_token(times.last_token - times.first_token, count)
         self.last_token = times.last_token or self.last_token
-        for answer in output.outputs:
-            if answer.spec is not None:
-                self.num_drafted += answer.spec.num_draft_tokens
-                self.num_accepted += answer.spec.num_accepted_tokens
+        self._count_drafts(output)
+        self.num_accepted += sum(a.spec.num_accepted_tokens for a in output.outputs if a.spec)
 
     def _join(self, answers: list[WholeAnswer], delta: RequestDelta) -> None:
         first = self.first_choice[delta.request_id]
@@ -180,10 +177,11 @@ class Generation:
             metrics.inter_token(now - self.last_token, new)
         self.last_token = now
         for answer in delta.answers:
-            self.num_drafted += answer.num_drafted
-            for position in answer.draft_positions:
-                if position:
-                    self.num_accepted += 1
+            positions = answer.draft_positions
+            self.num_accepted += len(positions) - positions.count(0)
+
+    def _count_drafts(self, output: RequestOutput) -> None:
+        self.num_drafted += sum(a.spec.num_draft_tokens for a in output.outputs if a.spec)
 
     def _count(self, delta: RequestDelta) -> None:
         for answer in delta.answers:
@@ -259,13 +257,6 @@ def _as_delta(output: RequestOutput) -> RequestDelta:
         output.num_cached_tokens,
         output.prompt_logprobs,
     )
-
-
-async def _close(stream: AsyncIterator[RequestDelta]) -> None:
-    close = getattr(stream, "aclose", None)
-    if close is not None:
-        with contextlib.suppress(RuntimeError):  # it is being closed already
-            await close()
 
 
 async def _all_or_none(calls: Sequence[Any]) -> list[Any]:
