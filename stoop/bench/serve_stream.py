@@ -153,6 +153,8 @@ class AnswerStream:
                 has_text = has_text or bool(choice.get("text"))
             elif not has_text:
                 has_text = any(delta.get(name) for name in _TEXTS)
+        if usage and not count and self.answer.arrivals:
+            return  # more text of tokens that have been counted, or the last usage
         if has_text or (count and choices):
             self.answer.arrivals.append(now)
             self.answer.counts.append(count)
