@@ -67,7 +67,12 @@ def test_without_running_counts_chunks_have_equally_many_tokens() -> None:
 
 def test_tokens_whose_text_comes_in_several_chunks_count_once() -> None:
     """A server may count tokens in the chunk with the role, or write one token as two pieces."""
-    events = [(0.1, event("", 1)), (0.11, event("a", 1)), (0.2, event("b", 3)), (0.21, event("c", 3))]
+    events = [
+        (0.1, event("", 1)),
+        (0.11, event("a", 1)),
+        (0.2, event("b", 3)),
+        (0.21, event("c", 3)),
+    ]
     answer = stream([*events, (0.3, event("d", 4, "stop")), (0.3, final_usage(4))])
     assert answer.counts == [1, 2, 1] and answer.counted
     assert answer.token_gaps == pytest.approx([0.05, 0.05, 0.1])
