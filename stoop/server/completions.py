@@ -2,7 +2,7 @@
 
 import json
 import time
-from json.encoder import encode_basestring_ascii  # type: ignore[attr-defined]
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fastapi.responses import Response
@@ -220,7 +220,8 @@ class CompletionWriter:
             out.append(self._event(index, text, **more))
 
     def _scored(self, out: list[str], index: int, answer: AnswerDelta) -> None:
-        body, more = self.shape.body, {}
+        body = self.shape.body
+        more: dict[str, Any] = {}
         if body.logprobs is not None and answer.token_ids:
             more["logprobs"] = self._logprobs[index].shape(answer.token_ids, answer.logprobs or [])
         if body.return_draft_positions:

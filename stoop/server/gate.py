@@ -168,9 +168,7 @@ async def _reply(error: ApiError, scope: Any, receive: Receive, send: Send) -> N
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, f"the body has more than {limit} bytes: send less", code="body_too_large"
-    )
+    return ApiError(413, f"the body has more than {limit} bytes: send less", code="body_too_large")
 
 
 def _check_json_header(headers: dict[bytes, bytes], body: bytes) -> None:

@@ -1,11 +1,9 @@
 """Metrics and traces, if they are installed; otherwise objects that do nothing."""
 
-import logging
+import importlib
 from typing import Any, Protocol
 
 from stoop.core.outputs import RequestTimes
-
-log = logging.getLogger(__name__)
 
 
 class Metrics(Protocol):
@@ -49,9 +47,18 @@ class NoMetrics:
 
 
 def make_metrics(llm: Any, model_name: str, vllm_names: bool) -> Metrics:
-    try:
-        from stoop.server.metrics import ServerMetrics
-    except ImportError as error:
-        log.info("no metrics: %s", error)
+    module = optional("stoop.server.metrics")
+    if module is None:
         return NoMetrics()
-    return ServerMetrics(llm, model_name, vllm_names)  # type: ignore[no-any-return]
+    made: Metrics = module.ServerMetrics(llm, model_name, vllm_names)
+    return made
+
+
+def optional(name: str) -> Any:
+    """A module, or None if stoop was built without it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None
