@@ -62,6 +62,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, at http://127.0.0.1:8000/v1 by default."""
     check_engine(model, engine)
+    given: dict[str, Any]
     given = {name: tuple(value) if name in LISTS else value for name, value in server.items()}
     given["model_names"] = given["model_names"] or _names(model)
     given["api_keys"] += environment_keys()

@@ -10,7 +10,7 @@ from stoop.server.chat import chat_completions
 from stoop.server.completions import completions
 from stoop.server.errors import RETRY_AFTER, add_handlers, refuse, unavailable
 from stoop.server.gate import Gate
-from stoop.server.hooks import make_metrics, optional
+from stoop.server.hooks import make_metrics, make_tracer, optional
 from stoop.server.prompts import plain_messages
 from stoop.server.protocol.chat import ChatRequest
 from stoop.server.protocol.completions import (
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
-    metrics = make_metrics(llm, settings.model_names[0], settings.metrics_names == "vllm")
-    return Service(llm, settings, metrics)
+    name = settings.model_names[0]
+    metrics = make_metrics(llm, name, settings.metrics_names == "vllm")
+    return Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
 
 
 def make_app(service: Service) -> Any:

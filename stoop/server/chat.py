@@ -24,6 +24,7 @@ from stoop.server.transport import (
     EventStream,
     error_event,
     json_response,
+    make_generation,
     until_gone,
 )
 
@@ -41,13 +42,8 @@ async def chat_completions(service: Service, request: Request, body: ChatRequest
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = plan.prompt.text
-    generation = Generation(
-        service,
-        request.scope["stoop.unique_id"],
-        [plan.prompt],
-        plan.params,
-        priority=body.priority or 0,
-        record=record,
+    generation = make_generation(
+        service, request, [plan.prompt], plan.params, priority=body.priority, operation="chat"
     )
     made = Shape(f"chatcmpl-{record['id']}", model, body, plan)
     if body.stream:

@@ -23,6 +23,7 @@ from stoop.server.transport import (
     EventStream,
     error_event,
     json_response,
+    make_generation,
     until_gone,
 )
 
@@ -42,13 +43,13 @@ async def completions(service: Service, request: Request, body: CompletionReques
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = body.prompt
-    generation = Generation(
+    generation = make_generation(
         service,
-        request.scope["stoop.unique_id"],
+        request,
         prompts,
         _params(service, body),
-        priority=body.priority or 0,
-        record=record,
+        priority=body.priority,
+        operation="text_completion",
     )
     shape = Shape(f"cmpl-{record['id']}", model, body, service)
     if body.stream:

@@ -20,7 +20,13 @@ from stoop.server.prompts import plain_messages
 from stoop.server.protocol.chat import Message
 from stoop.server.protocol.responses import NamedFunctionTool, ResponsesRequest
 from stoop.server.service import Service
-from stoop.server.transport import RECORD, EventStream, json_response, until_gone
+from stoop.server.transport import (
+    RECORD,
+    EventStream,
+    json_response,
+    make_generation,
+    until_gone,
+)
 
 
 async def responses(service: Service, request: Request, body: ResponsesRequest) -> Response:
@@ -35,13 +41,8 @@ async def responses(service: Service, request: Request, body: ResponsesRequest) 
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = plan.prompt.text
-    generation = Generation(
-        service,
-        request.scope["stoop.unique_id"],
-        [plan.prompt],
-        plan.params,
-        priority=body.priority or 0,
-        record=record,
+    generation = make_generation(
+        service, request, [plan.prompt], plan.params, priority=body.priority, operation="chat"
     )
     answer = AnswerBuilder(f"resp_{record['id']}", model, body, plan)
     if body.stream:
