@@ -1,134 +1,75 @@
 """`stoop serve`: an OpenAI-compatible HTTP server."""
 
+import dataclasses
 import logging
 import sys
+import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stoop.cli.options import Model, check_engine, text_engine_flags
+from stoop.cli.options import (
+    Command,
+    Model,
+    check_engine,
+    gather_flags,
+    make_flag,
+    text_engine_flags,
+)
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import print_started
 from stoop.config.errors import ConfigError
 from stoop.config.schema import DEFAULT_MODEL
+from stoop.server.settings import ServerSettings, environment_keys
 
 if TYPE_CHECKING:
     from stoop.async_llm import AsyncLLM
     from stoop.server.service import Service
-    from stoop.server.settings import ServerSettings
 
-LIMITS, ANSWERS, LOGS = "limits", "tools and reasoning", "logs and metrics"
+LISTS = ("model_names", "api_keys", "allow_origins")
 
 
-def _option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+def server_flags(command: Command) -> Command:
+    """Add a flag for every field of `ServerSettings` that has a help text; the command gets them
+    as `server`."""
+    hints = typing.get_type_hints(ServerSettings)
+    flags = []
+    for field in dataclasses.fields(ServerSettings):
+        if "help" in field.metadata:
+            kind, default = hints[field.name], field.default
+            if field.name in LISTS:
+                kind, default = list[str], []
+            made = make_flag(
+                field.name,
+                kind,
+                default,
+                field.metadata["help"],
+                panel=field.metadata["panel"],
+                names=[field.metadata["flag"]] if field.metadata["flag"] else (),
+            )
+            flags.append(made.replace(name=f"server_{field.name}"))
+    return gather_flags(command, "server", flags, dict)
 
 
 @text_engine_flags
+@server_flags
 def serve(
     model: Model = DEFAULT_MODEL,
-    host: Annotated[
-        str, _option("address to listen on; 0.0.0.0 for all, and then set an API key")
-    ] = "127.0.0.1",
-    port: Annotated[int, _option("port to listen on; 0 picks a free one")] = 8000,
-    uds: Annotated[
-        str | None, _option("listen on this Unix socket instead of a host and port")
-    ] = None,
-    served_model_name: Annotated[
-        list[str],
-        _option("name of the model in the API; may be repeated; default: the model as given"),
-    ] = [],  # noqa: B006
-    api_key: Annotated[
-        list[str],
-        _option(
-            "key that clients must send as a bearer token; may be repeated; STOOP_API_KEY holds "
-            "more, separated by commas, and does not show in the list of processes"
-        ),
-    ] = [],  # noqa: B006
-    allow_origin: Annotated[
-        list[str],
-        _option("web origin whose pages may call the API, such as https://example.org; * for all"),
-    ] = [],  # noqa: B006
-    max_queue: Annotated[
-        int,
-        _option(
-            "answers that may wait besides the --max-num-seqs that run; more get status 429",
-            panel=LIMITS,
-        ),
-    ] = 1024,
-    max_answers: Annotated[
-        int, _option("most answers of one request: its prompts times n", panel=LIMITS)
-    ] = 256,
-    max_body_bytes: Annotated[
-        int, _option("largest request body; larger ones get status 413", panel=LIMITS)
-    ] = 16 << 20,
-    request_timeout: Annotated[
-        float, _option("seconds that one request may take; 0 for no limit", panel=LIMITS)
-    ] = 600.0,
-    drain_timeout: Annotated[
-        float,
-        _option("seconds that open requests get after SIGTERM or Ctrl-C", panel=LIMITS),
-    ] = 30.0,
-    max_restarts: Annotated[
-        int, _option("times that a dead engine process is restarted in ten minutes", panel=LIMITS)
-    ] = 3,
-    tool_call_parser: Annotated[
-        str,
-        _option(
-            "format of tool calls: auto (from the chat template), hermes, llama3_json or pythonic",
-            panel=ANSWERS,
-        ),
-    ] = "auto",
-    reasoning_parser: Annotated[
-        str | None,
-        _option(
-            "put <think>...</think> into reasoning_content: think, or vLLM's names deepseek_r1 "
-            "and qwen3",
-            panel=ANSWERS,
-        ),
-    ] = None,
-    log_format: Annotated[str, _option("log lines of requests: text or json", panel=LOGS)] = "text",
-    log_requests: Annotated[
-        bool, _option("write one line per request to standard error", panel=LOGS)
-    ] = True,
-    log_prompts: Annotated[bool, _option("put prompts into these lines", panel=LOGS)] = False,
-    metrics_names: Annotated[
-        str, _option("names of the metrics at /metrics: stoop or vllm", panel=LOGS)
-    ] = "stoop",
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        _option("send OpenTelemetry traces here, such as http://localhost:4317", panel=LOGS),
-    ] = None,
     engine: dict[str, Any] = {},  # noqa: B006
+    server: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, at http://127.0.0.1:8000/v1 by default."""
     check_engine(model, engine)
-    modules = _import_server()
-    if metrics_names not in ("stoop", "vllm"):
-        raise ConfigError(f"--metrics-names {metrics_names!r}: use stoop or vllm")
-    settings = modules.settings.ServerSettings(
-        model_names=tuple(served_model_name) or _names(model),
-        host=host,
-        port=port,
-        uds=uds,
-        api_keys=(*api_key, *modules.settings.environment_keys()),
-        allow_origins=tuple(allow_origin),
-        max_queue=max_queue,
-        max_answers=max_answers,
-        max_body_bytes=max_body_bytes,
-        request_timeout=request_timeout,
-        drain_timeout=drain_timeout,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        log_format=log_format,
-        log_requests=log_requests,
-        log_prompts=log_prompts,
-        vllm_metric_names=metrics_names == "vllm",
-        otlp_traces_endpoint=otlp_traces_endpoint,
-    )
+    given: dict[str, Any]
+    given = {name: tuple(value) if name in LISTS else value for name, value in server.items()}
+    given["model_names"] = given["model_names"] or _names(model)
+    given["api_keys"] += environment_keys()
+    settings = ServerSettings(**given)
+    run = _import_server()
     _set_up_request_log()
-    raise typer.Exit(_run(modules.run, settings, model, engine, max_restarts))
+    raise typer.Exit(_run(run, settings, model, engine))
 
 
 def _names(model: str) -> tuple[str, ...]:
@@ -139,24 +80,17 @@ def _names(model: str) -> tuple[str, ...]:
     return (model,)
 
 
-class _Modules:
-    """The server's modules, which need packages that other commands do not."""
-
-    def __init__(self) -> None:
-        from stoop.server import run, settings
-
-        self.run, self.settings = run, settings
-
-
-def _import_server() -> _Modules:
+def _import_server() -> ModuleType:
+    """The module that needs packages which other commands do not."""
     try:
-        return _Modules()
+        from stoop.server import run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "stoop":
             raise
         raise ConfigError(
             f"stoop serve needs {error.name}: install it with pip install 'stoop[serve]'"
         ) from None
+    return run
 
 
 def _set_up_request_log() -> None:
@@ -168,9 +102,7 @@ def _set_up_request_log() -> None:
     log.setLevel(logging.INFO)
 
 
-def _run(
-    run: Any, settings: "ServerSettings", model: str, engine: dict[str, Any], max_restarts: int
-) -> int:
+def _run(run: Any, settings: ServerSettings, model: str, engine: dict[str, Any]) -> int:
     import asyncio
 
     if not settings.loopback and not settings.api_keys:
@@ -186,7 +118,8 @@ def _run(
             report("starting", 0, None)
             from stoop.async_llm import AsyncLLM
 
-            llm = await AsyncLLM.start(model, report=report, max_restarts=max_restarts, **engine)
+            restarts = settings.max_restarts
+            llm = await AsyncLLM.start(model, report=report, max_restarts=restarts, **engine)
         print_started(model, llm.config, llm.metrics(), report.seconds)
         return llm
 

@@ -23,15 +23,11 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
 
         llm = LLM(model, report=report, **engine)
     millions = count_parameters(llm.config.model) / 1e6
-    print_started(
-        f"{model}: {millions:.0f}M parameters", llm.config, llm.metrics(), report.seconds
-    )
+    print_started(f"{model}: {millions:.0f}M parameters", llm.config, llm.metrics(), report.seconds)
     return llm
 
 
-def print_started(
-    what: str, config: "Config", numbers: dict[str, Any], seconds: float
-) -> None:
+def print_started(what: str, config: "Config", numbers: dict[str, Any], seconds: float) -> None:
     """Print what runs: device, KV cache and drafter. numbers: the engine's metrics"""
     kv_dtype = dtype_label(config.device.kv_dtype)
     other = f", {kv_dtype}" if kv_dtype != config.device.dtype else ""

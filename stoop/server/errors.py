@@ -125,7 +125,9 @@ def describe(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if chosen["type"] == "extra_forbidden":
         return refuse(f"stoop does not know `{param}`: leave it out", param, "unknown_parameter")
     if chosen["type"] == "missing":
-        return refuse(f"`{param or 'body'}` is missing: add it", param, "missing_required_parameter")
+        return refuse(
+            f"`{param or 'body'}` is missing: add it", param, "missing_required_parameter"
+        )
     reason = chosen["msg"].lower()
     return refuse(f"`{param or 'body'}`: {reason}", param, "invalid_value")
 

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import Logprob, RequestOutput, RequestTimes
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import ApiError, unavailable
+from stoop.server.errors import ApiError, as_api_error, unavailable
+from stoop.server.hooks import NO_TRACE, RequestTrace
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
 
@@ -43,6 +44,7 @@ class Generation:
         *,
         priority: int = 0,
         record: dict[str, Any] | None = None,
+        trace: RequestTrace = NO_TRACE,
     ) -> None:
         """record: what the log line of the request will have"""
         self.service = service
@@ -50,6 +52,7 @@ class Generation:
         self.params = params
         self.priority = priority
         self.record = {} if record is None else record
+        self.trace = trace
         self.ids = [f"{request_id}-{place}" for place in range(len(prompts))]
         self.first_choice = {each: place * params.n for place, each in enumerate(self.ids)}
         self.num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
@@ -75,11 +78,33 @@ class Generation:
             prompt.engine_prompt, self.params, request_id=request_id, priority=self.priority
         )
 
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Admit the request; tell metrics, the trace and the log how it ended."""
+        try:
+            with self.service.admitted(self.num_choices):
+                self.service.metrics.request_arrived()
+                try:
+                    yield
+                finally:
+                    self._end()
+        except BaseException as error:
+            state = self.service.llm.state
+            found = as_api_error(error, state) if isinstance(error, Exception) else None
+            code = found.status_code if found else 500 if isinstance(error, Exception) else 499
+            self.trace.fail(code, found.message if found else type(error).__name__)
+            raise
+        self.trace.end(
+            self._times(),
+            num_prompt=self.num_prompt,
+            num_cached=self.num_cached,
+            num_output=self.num_output,
+            finish_reasons=[self.finish_reason],
+        )
+
     async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
         """What is new, of all prompts in the order in which it comes."""
-        metrics = self.service.metrics
-        with self.service.admitted(self.num_choices):
-            metrics.request_arrived()
+        with self._running():
             streams: list[DeltaStream] = []
             try:
                 # The engine checks every request here, so refusals come before any output.
@@ -95,7 +120,6 @@ class Generation:
             finally:
                 for stream in streams:
                     await stream.aclose()
-                self._end()
 
     async def whole(self, with_drafts: bool) -> list[WholeAnswer]:
         """All answers, complete, by choice. with_drafts: their draft positions are needed"""
@@ -105,13 +129,9 @@ class Generation:
                 async for delta in deltas:
                     self._join(answers, delta)
             return answers
-        with self.service.admitted(self.num_choices):
-            self.service.metrics.request_arrived()
-            try:
-                for delta in await self._generate():
-                    self._join(answers, delta)
-            finally:
-                self._end()
+        with self._running():
+            for delta in await self._generate():
+                self._join(answers, delta)
         return answers
 
     async def _generate(self) -> list[RequestDelta]:
@@ -139,9 +159,6 @@ class Generation:
         if times.first_token is not None and self.first_token is None:
             self.first_token = times.first_token
             self.service.metrics.first_token(times.first_token - self.arrival)
-            if times.last_token is not None:
-                count = sum(len(answer.token_ids) for answer in output.outputs) - 1
-                self.service.metrics.inter_token(times.last_token - times.first_token, count)
         self.last_token = times.last_token or self.last_token
         self._count_drafts(output)
         self.num_accepted += sum(a.spec.num_accepted_tokens for a in output.outputs if a.spec)
@@ -205,17 +222,19 @@ class Generation:
             },
         }
 
-    def _end(self) -> None:
+    def _times(self) -> RequestTimes:
         now = time.perf_counter()
-        times = RequestTimes(
-            self.arrival, self.first_token, now, self.last_token, self.arrival_time
-        )
+        return RequestTimes(self.arrival, self.first_token, now, self.last_token, self.arrival_time)
+
+    def _end(self) -> None:
         self.service.metrics.observe(
-            times,
+            self._times(),
             num_prompt=self.num_prompt,
             num_cached=self.num_cached,
             num_output=self.num_output,
             finish_reason=self.finish_reason,
+            n=self.params.n,
+            max_tokens=self.params.max_tokens,
         )
         self.record |= {
             "tokens_in": self.num_prompt,

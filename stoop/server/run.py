@@ -146,6 +146,7 @@ async def serve(
     finally:
         await llm.shutdown()
         service.prompts.close()
+        service.tracer.shutdown()
         if settings.uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(settings.uds)

@@ -33,9 +33,13 @@ class ServerProcess:
     url: without /v1. log: what it has written to standard error so far
     """
 
-    def __init__(self, model: str | Path, *flags: str, engine: Sequence[str] = SMALL_ENGINE) -> None:
+    def __init__(
+        self, model: str | Path, *flags: str, engine: Sequence[str] = SMALL_ENGINE
+    ) -> None:
         self.name = Path(model).name
-        self._file = tempfile.NamedTemporaryFile("w+", prefix="stoop-serve-", suffix=".log")
+        self._file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed by `kill`
+            "w+", prefix="stoop-serve-", suffix=".log"
+        )
         command = [sys.executable, "-m", "stoop", "serve", str(model), "--port", "0"]
         self.process = subprocess.Popen(
             [*command, *engine, *flags],
