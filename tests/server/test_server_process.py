@@ -50,7 +50,7 @@ def offline_chat(llm: LLM, **changes: object) -> str:
 
 
 def test_models(client):
-    assert [model.id for model in client.models.list()][0] == "tiny"
+    assert next(iter(client.models.list())).id == "tiny"
     assert client.models.retrieve("tiny").owned_by == "stoop"
     wrong = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
@@ -117,9 +117,10 @@ def test_responses(client, offline):
         model="tiny", input=MESSAGES, temperature=0, max_output_tokens=40,
         extra_body={"ignore_eos": True},
     ) as stream:  # fmt: skip
-        kinds = [event.type for event in stream]
-        final = stream.get_final_response()
-    assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete"
+        received = list(stream)
+    assert received[0].type == "response.created"
+    assert received[-1].type == "response.incomplete"  # for its length
+    final = received[-1].response
     assert final.output_text == offline_chat(offline)
     assert final.usage.output_tokens == 40
 
