@@ -1,6 +1,7 @@
 """AsyncLLM: the core in a process of its own, compared with LLM; aborts, crashes, slow readers."""
 
 import asyncio
+import itertools
 import os
 import random
 import shutil
@@ -193,7 +194,7 @@ def test_draft_positions(run: Run, engine: AsyncLLM, offline: LLM) -> None:
     # The last step may accept drafts beyond max_tokens.
     for mine, theirs in zip(per_position, spec.num_accepted_tokens_per_pos, strict=True):
         assert theirs - 1 <= mine <= theirs
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         assert after in (0, before + 1) or (before == 0 and after == 1)
 
 
@@ -291,7 +292,7 @@ def test_errors_are_raised_by_the_call(run: Run, engine: AsyncLLM) -> None:
             engine.stream([])
         with pytest.raises(RequestError, match="priority"):
             engine.stream(PROMPT, priority=1.5)  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="tokens and the model's limit|max_model_len|tokens"):
+        with pytest.raises(RequestError, match="max_model_len"):
             engine.stream([1] * 5000)
         stream = engine.stream(PROMPT, LONG, request_id="twice")
         with pytest.raises(RequestError, match="is in use"):
@@ -523,7 +524,7 @@ def test_deltas_of_many_steps_are_taken_together(
         assert connection is not None
         monkeypatch.setattr(connection, "_take", engine._client._take)
         items = [await anext(stream)]
-        time.sleep(1.0)  # noqa: ASYNC251 - the event loop is busy
+        time.sleep(1.0)
         return items + await read(stream)
 
     items = run(lag())

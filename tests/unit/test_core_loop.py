@@ -111,7 +111,7 @@ def test_requests_run_to_their_end() -> None:
     bench = Bench()
     bench.add("a", "b", "c")
     bench.run()
-    assert bench.tokens() == dict.fromkeys("abc", [0, 1, 2, 3, 4])
+    assert bench.tokens() == {key: [0, 1, 2, 3, 4] for key in "abc"}
     assert [d.finish_reason for d in bench.of(Deltas)[-1].deltas] == ["length"]
     assert not bench.of(Lost)
 
