@@ -23,7 +23,8 @@ TOOLS = [
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}<tool_call>{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}{{ extra }}"
 )
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
