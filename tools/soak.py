@@ -25,7 +25,7 @@ from support.soak import Soak, SoakReport, Vitals  # noqa: E402
 
 # So small that requests are preempted, and the queue is full now and then.
 TINY = (
-    *("--device", "cpu", "--dtype", "float64", "--kv-cache-memory", "1MiB"),
+    *("--device", "cpu", "--dtype", "float64", "--kv-cache-memory", "640KiB"),
     *("--max-num-seqs", "6", "--max-model-len", "512"),
     "-sc",
     '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}',

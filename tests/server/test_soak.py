@@ -13,7 +13,7 @@ SEED = int(os.environ.get("STOOP_SOAK_SEED", "20"))
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
 # So small that requests are preempted and the queue is full now and then.
 ENGINE = (
-    *("--device", "cpu", "--dtype", "float64", "--kv-cache-memory", "1MiB", "-sc", NGRAM),
+    *("--device", "cpu", "--dtype", "float64", "--kv-cache-memory", "640KiB", "-sc", NGRAM),
     *("--max-num-seqs", "6", "--max-model-len", "512"),
 )
 FLAGS = ("--max-queue", "8", "--no-log-requests")

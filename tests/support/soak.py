@@ -320,6 +320,7 @@ def kinds(soak: Soak) -> list[tuple[int, str, Kind]]:
     found: list[tuple[int, str, Kind]] = [
         (6, "chat", good.chat),
         (8, "stream", good.stream),
+        (3, "long", good.long),
         (4, "batch", good.batch),
         (4, "known", good.known),
         (2, "odd sampling", good.odd_sampling),
@@ -369,6 +370,12 @@ class Good:
             body["stream_options"] = {"include_usage": True}
         answer = await self.soak.post(CHAT, body)
         return "refused" if streamed_answer(answer, n) is None else "answered"
+
+    async def long(self, draw: random.Random) -> str:
+        """Answers that take so many blocks that some are preempted and resumed."""
+        body = self._chat_body(draw, n=3, stream=True, ignore_eos=True)
+        answer = await self.soak.post(CHAT, body | {"max_tokens": self.soak.max_len // 3})
+        return "refused" if streamed_answer(answer, 3) is None else "answered"
 
     async def batch(self, draw: random.Random) -> str:
         prompts: list[Any] = [words(draw, draw.randint(1, 8)) for _ in range(draw.randint(1, 3))]
