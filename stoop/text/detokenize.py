@@ -36,6 +36,10 @@ class GrowingText:
             self._parts.append(part)
             self.num_characters += len(part)
 
+    def since(self, num_parts: int) -> tuple[str, int]:
+        """The text after the first parts, and the number of parts there are now."""
+        return "".join(self._parts[num_parts:]), len(self._parts)
+
     def read(self, num_characters: int | None = None) -> str:
         """The first `num_characters`, or all. Each part is joined once."""
         wanted = self.num_characters if num_characters is None else num_characters
@@ -252,6 +256,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._checker = StopChecker(stop, include_stop)
+        self._may_stop = bool(stop)
         self._text = GrowingText()
         # Ids taken until the text stopped, the one that completed the stop string included.
         self.num_tokens = 0
@@ -265,6 +270,10 @@ class TextStream:
         """A function that returns the text released so far, even when there is more later."""
         return partial(self._text.read, self._text.num_characters)
 
+    def since(self, num_parts: int) -> tuple[str, int]:
+        """The text released since it had this many parts, and the number of parts now."""
+        return self._text.since(num_parts)
+
     @property
     def stopped(self) -> str | None:
         """The stop string that ended the text."""
@@ -272,6 +281,9 @@ class TextStream:
 
     def append(self, ids: Sequence[int]) -> str:
         """Take ids, up to the one that completes a stop string, and return released text."""
+        if not self._may_stop:
+            self.num_tokens += len(ids)
+            return self._keep(self._detokenizer.append(ids))
         released: list[str] = []
         for token_id in ids:
             if self.stopped is not None:
