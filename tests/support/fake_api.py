@@ -16,7 +16,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from stoop.server.page import router
 from support.fake_core import snapshot
 
-TOKENS = [("Falcons", 0), (" dive", 1), (" fast", 2), (".", 3), ("\n", 0), ("They", 0), (" stoop", 1)]
+TOKENS = [
+    ("Falcons", 0),
+    (" dive", 1),
+    (" fast", 2),
+    (".", 3),
+    ("\n", 0),
+    ("They", 0),
+    (" stoop", 1),
+]
 
 
 @dataclass
