@@ -7,18 +7,22 @@ import stoop.attention.traits  # noqa: F401 - our backends declare themselves to
 from stoop.config.errors import (
     CheckpointError,
     ConfigError,
+    CoreDied,
     FetchError,
     MissingError,
     RequestError,
+    RequestLost,
     StoopError,
 )
 from stoop.config.options import EngineArgs
+from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from stoop.core.prompts import TextPrompt, TokensPrompt
 from stoop.core.sampling_params import SamplingParams
 from stoop.version import __version__
 
 if TYPE_CHECKING:
+    from stoop.async_llm import AsyncLLM
     from stoop.attention.registry import register_backend
     from stoop.llm import LLM
     from stoop.models.registry import register_model
@@ -26,14 +30,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AnswerDelta",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "CoreDied",
     "EngineArgs",
     "FetchError",
     "Logprob",
     "MissingError",
+    "RequestDelta",
     "RequestError",
+    "RequestLost",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -53,6 +62,7 @@ def __dir__() -> list[str]:
 
 # These bring torch, so they are imported when first asked for.
 _LAZY = {
+    "AsyncLLM": "stoop.async_llm",
     "LLM": "stoop.llm",
     "register_backend": "stoop.attention.registry",
     "register_drafter": "stoop.spec.registry",

@@ -29,5 +29,16 @@ class RequestError(StoopError, ValueError):
     """One request cannot be served as asked; the engine and other requests continue."""
 
 
+class RequestLost(StoopError):
+    """A step of the engine failed, and this request was in it; other requests continue."""
+
+
+class CoreDied(StoopError):
+    """The process that computes has ended, and this request with it, or it is not there any more.
+
+    Requests can be made again once it has been restarted.
+    """
+
+
 class MissingError(StoopError, AttributeError):
     """A method or attribute that vLLM has and stoop lacks."""

@@ -44,6 +44,7 @@ class EngineCore:
         self._num_drafts = schedule.num_drafts
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._at_hand: StepPlan | None = None
+        self._step_seconds = 0.0  # in all steps since the start
 
     # ---- requests ----
 
@@ -110,6 +111,7 @@ class EngineCore:
             self._note_trial(self.trial, self._at_hand, result, time.perf_counter() - started)
         deltas = self.scheduler.update(result)
         self._check_idle()
+        self._step_seconds += time.perf_counter() - started
         return deltas
 
     def acknowledge(self) -> None:
@@ -148,6 +150,11 @@ class EngineCore:
         """Ids of the requests in the step at hand, which may be half done."""
         return [row.request_id for row in self._at_hand.rows] if self._at_hand else []
 
+    @property
+    def open_requests(self) -> list[str]:
+        """Ids of the requests that are waiting or running."""
+        return self.scheduler.open_requests
+
     def knows(self, request_id: str) -> bool:
         """Whether this request is waiting or running."""
         return self.scheduler.knows(request_id)
@@ -173,12 +180,15 @@ class EngineCore:
             "num_requests_running": len(scheduler.running),
             "num_requests_finished": stats.num_finished,
             "num_steps": stats.num_steps,
+            "step_seconds_total": self._step_seconds,
+            **self.executor.metrics(),
             "num_prompt_tokens": stats.num_prompt_tokens,
             "num_generated_tokens": stats.num_generated_tokens,
             "num_preemptions": stats.num_preemptions,
             "prefix_cache_queried_tokens": cache.num_queried_tokens,
             "prefix_cache_hit_tokens": cache.num_hit_tokens,
             **stats.spec.as_metrics(),
+            "max_num_seqs": scheduler.config.max_num_seqs,
             "kv_cache_usage": pool.num_used / pool.num_usable,
             "kv_cache_blocks": pool.num_usable,
             "kv_cache_tokens": self.limits.kv_tokens,

@@ -2,33 +2,21 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stoop.checkpoint.fetch import resolve_model
-from stoop.config.check import check_options
-from stoop.config.errors import ConfigError
-from stoop.config.resolve import log_ignored, resolve
-from stoop.config.schema import Config, EngineOptions
-from stoop.config.speculation import asks_for_auto
+from stoop.config.schema import EngineOptions
 from stoop.core.outputs import RequestOutput
 from stoop.core.prompts import Prompt
 from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
-from stoop.engine import draft_trial
-from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
-from stoop.engine.core import EngineCore
-from stoop.engine.draft_trial import DraftTrial
+from stoop.engine.build import BuiltCore, CoreBuilder
 from stoop.engine.frontend import Frontend
 from stoop.engine.inputs import check_priority
 from stoop.engine.outputs import RequestGroup
-from stoop.engine.uniproc import UniprocExecutor
-from stoop.models.registry import read_model_spec
 from stoop.scheduler.scheduler import Scheduler
 from stoop.text.tokenizer import Tokenizer
-from stoop.worker.device import exempt_from_collection, find_device
+from stoop.worker.device import exempt_from_collection
 from stoop.worker.runner import ModelRunner
 
 
@@ -40,15 +28,11 @@ class Engine:
     That loses the requests of the step at hand. All others go on.
     """
 
-    def __init__(
-        self, config: Config, tokenizer: Tokenizer | None, seed: int, report: Report | None = None
-    ) -> None:
-        self.config = config
-        self.executor = UniprocExecutor(config, report)
-        self.core = EngineCore(config.schedule, config.cache, self.executor)
-        self.frontend = Frontend(config, tokenizer, seed, self.core.limits)
+    def __init__(self, built: BuiltCore, tokenizer: Tokenizer | None, seed: int) -> None:
+        self.config, self.executor, self.core = built.config, built.executor, built.core
+        self.frontend = Frontend(self.config, tokenizer, seed, self.core.limits)
         self._whole = _Whole(self)
-        if config.device.device != "cpu":
+        if self.config.device.device != "cpu":
             exempt_from_collection(self)
 
     # ---- for benchmarks, checks and tests, which look inside ----
@@ -184,42 +168,7 @@ class _Whole:
 
 def build_engine(options: EngineOptions, report: Report | None = None) -> Engine:
     """Find the model, settle the configuration, load."""
-    check_options(options)  # before anything is fetched
-    device = find_device(options.device)
-    folder = resolve_model(options.model, revision=options.revision, report=report)
-    model = read_model_spec(folder)
-    settled = resolve(options, model, str(folder), device)  # refuse before a drafter is read
-    log_ignored(options, settled)
-    choice = choose_drafter(options, model, folder, device, report)
-
-    def build(choice: DrafterChoice) -> Engine:
-        config = resolve(options, model, str(folder), device, choice.spec)
-        tokenizer = None
-        if not options.skip_tokenizer_init:
-            source = Path(options.tokenizer) if options.tokenizer else folder
-            tokenizer = Tokenizer.from_folder(source)
-        config = replace(config, draft_note=choice.note)
-        engine = Engine(config, tokenizer, options.seed, report)
-        engine.core.trial = _make_trial(config, choice)
-        return engine
-
-    if choice.spec is None or not asks_for_auto(options.speculative_config):
-        return build(choice)
-    try:
-        return build(choice)
-    except ConfigError as error:
-        # A drafter that the user did not ask for gives way to options that it does not fit.
-        note = f"the model's head does not fit the other options ({error})"
-    return build(DrafterChoice(None, note))
-
-
-def _make_trial(config: Config, choice: DrafterChoice) -> DraftTrial | None:
-    """Only steps that run eagerly, one at a time, can leave out drafts now and then."""
-    if choice.spec is None or choice.store is None:
-        return None
-    if config.graph.mode != "none" or config.schedule.run_ahead:
-        return None
-    trial = DraftTrial(choice.spec.num_drafts, choice.usual_tokens, choice.store.add)
-    if choice.costs_known:
-        trial.early_gap = draft_trial.KNOWN_GAP
-    return trial
+    builder = CoreBuilder(options, report)
+    folder = builder.tokenizer_folder
+    tokenizer = None if folder is None else Tokenizer.from_folder(folder)
+    return Engine(builder.build(), tokenizer, options.seed)

@@ -4,7 +4,7 @@ Today one model runner in the same process does (`stoop.engine.uniproc`). One ru
 the same protocol: every rank is given the same plans in the same order, and one of them answers.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from stoop.core.step import StepPlan, StepResult
 
@@ -50,6 +50,10 @@ class Executor(Protocol):
     @property
     def busy(self) -> bool:
         """Whether other programs use the processor, which distorts timings."""
+        ...
+
+    def metrics(self) -> dict[str, Any]:
+        """How batches ran: steps by run mode, tokens computed, and tokens of padding."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:

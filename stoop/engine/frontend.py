@@ -36,6 +36,7 @@ class Frontend:
         limits = replace(limits, at_model_limit=is_limit)
         self.inputs = InputProcessor(config, tokenizer, seed, limits)
         self.num_dropped_tokens = 0  # that the core generated after a stop string
+        self.num_late_tokens = 0  # of deltas that came after the end of their answer
         self._num_drafts = config.schedule.num_drafts
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}  # by the core's request id
@@ -44,17 +45,26 @@ class Frontend:
     # ---- requests ----
 
     def make_group(
-        self, request_id: str, prepared: Prepared, priority: int = 0, *, final_only: bool = False
+        self,
+        request_id: str,
+        prepared: Prepared,
+        priority: int = 0,
+        *,
+        final_only: bool = False,
+        core_id: str | None = None,
     ) -> RequestGroup:
         """A checked request with its seed, ready to be opened. Any thread may call this.
 
-        With `final_only` there is one output, when the request is finished.
+        With `final_only` there is one output, when the request is finished. `core_id` is what the
+        core calls it; by default as the user does. A core in another process may still send deltas
+        of an aborted request, so there it must be a name that was never used.
         """
+        core_id = request_id if core_id is None else core_id
         token_ids = tuple(prepared.token_ids)
         answers = [
             Answer(
                 index,
-                EngineRequest(f"{request_id}/{index}", token_ids, rules, priority),
+                EngineRequest(f"{core_id}/{index}", token_ids, rules, priority),
                 self.tokenizer,
                 self._num_drafts,
             )
@@ -98,6 +108,14 @@ class Frontend:
         group.ended = time.perf_counter()
         return group.output()
 
+    def cut_short(self, group: RequestGroup) -> None:
+        """End the answers of a request that was taken out, without a word from the core."""
+        for answer in group.answers:
+            if not answer.finished:
+                answer.end("abort")
+                answer.finish()
+        group.ended = time.perf_counter()
+
     def is_open(self, request_id: str) -> bool:
         """Whether this request has not ended."""
         return request_id in self._groups
@@ -110,10 +128,15 @@ class Frontend:
     # ---- what the core generated ----
 
     def take(self, deltas: Iterable[Delta]) -> tuple[list[RequestOutput], list[str]]:
-        """Add deltas to their answers.
+        """Add deltas to their answers, as `absorb` does; returns outputs instead of groups."""
+        changed, to_abort = self.absorb(deltas)
+        return [group.output() for group in changed], to_abort
 
-        Returns outputs of the requests that changed, and ids of core requests to abort, since
-        their text has ended. Deltas of answers that are no longer open are ignored.
+    def absorb(self, deltas: Iterable[Delta]) -> tuple[list[RequestGroup], list[str]]:
+        """Add deltas, of one step or of several in order, to their answers.
+
+        Returns the requests that have something to tell, and ids of core requests to abort, since
+        their text has ended. Deltas of answers that are no longer open are dropped.
         """
         changed: dict[RequestGroup, None] = {}
         to_abort: list[str] = []
@@ -121,6 +144,7 @@ class Frontend:
         for delta in deltas:
             found = self._answers.get(delta.request_id)
             if found is None or found[1].finish_reason is not None:
+                self.num_late_tokens += len(delta.token_ids)
                 continue
             group, answer = found
             answer.extend(delta)
@@ -134,15 +158,15 @@ class Frontend:
             elif group.final_only:
                 continue  # nothing to tell yet
             changed[group] = None
-        outputs = []
+        told = []
         for group in changed:
             finished = group.finished
             if finished:
                 group.ended = now
                 self._close(group)
             if finished or not group.final_only:
-                outputs.append(group.output())
-        return outputs, to_abort
+                told.append(group)
+        return told, to_abort
 
     def _read(self, group: RequestGroup, answer: Answer, delta: Delta) -> None:
         """Text and scores."""
@@ -155,6 +179,11 @@ class Frontend:
         self.num_dropped_tokens += answer.num_dropped
 
     # ---- after an exception ----
+
+    def groups_of(self, core_ids: Iterable[str]) -> list[RequestGroup]:
+        """The open requests to which these of the core belong."""
+        found = (self._answers.get(core_id) for core_id in core_ids)
+        return list(dict.fromkeys(each[0] for each in found if each is not None))
 
     @property
     def open_requests(self) -> list[str]:

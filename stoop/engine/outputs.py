@@ -44,6 +44,7 @@ class Answer:
         self.num_cached: int | None = None
         self.num_dropped = 0  # tokens that came after a stop string in the same step
         self.spec = SpecCounts.of(num_drafts) if num_drafts else None
+        self.draft_positions: list[int] | None = None  # one per token; a stream keeps them
         self._has_text = tokenizer is not None and self.params.detokenize
         # Whether deltas have to be read into text or scores.
         self.has_readers = self._has_text or self.logprobs is not None
@@ -67,8 +68,17 @@ class Answer:
         if delta.num_drafts and self.spec is not None:
             self.spec.add(delta.num_drafts, delta.num_accepted)
         self.token_ids += delta.token_ids
+        if self.draft_positions is not None:
+            self._note_positions(delta)
         if delta.finish_reason is not None:
             self.end(delta.finish_reason, delta.stop_reason)
+
+    def _note_positions(self, delta: Delta) -> None:
+        """A step's accepted drafts come first; the target chose the token after them."""
+        assert self.draft_positions is not None
+        num_drafted = min(delta.num_accepted, len(delta.token_ids))
+        self.draft_positions += range(1, num_drafted + 1)
+        self.draft_positions += [0] * (len(delta.token_ids) - num_drafted)
 
     def read(self, delta: Delta) -> None:
         """Read the new tokens into text. A stop string may end the answer before the core does.
@@ -152,10 +162,16 @@ class Answer:
         if not self.num_dropped:
             return
         del self.token_ids[num_kept:]
+        if self.draft_positions is not None:
+            del self.draft_positions[num_kept:]
         if self.logprobs is not None:
             del self.logprobs[num_kept:]
             kept = zip(self.token_ids, self.logprobs, strict=True)
             self.cumulative_logprob = sum(entry[token].logprob for token, entry in kept)
+
+    def text_since(self, num_parts: int) -> tuple[str, int]:
+        """The text released since it had this many parts, and the number of parts now."""
+        return self._stream.since(num_parts) if self._stream else ("", 0)
 
     def output(self) -> CompletionOutput:
         """The answer so far. A finished one is copied, an unfinished one when it is read."""

@@ -1,5 +1,7 @@
 """An executor with one model runner, in the process of the engine core."""
 
+from typing import Any
+
 from stoop.config.schema import Config
 from stoop.core.report import Report
 from stoop.core.step import StepPlan
@@ -43,6 +45,9 @@ class UniprocExecutor:
     @property
     def busy(self) -> bool:
         return self._spin_control is not None and self._spin_control.busy
+
+    def metrics(self) -> dict[str, Any]:
+        return self.runner.counts.as_metrics()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)

@@ -125,6 +125,11 @@ class Scheduler:
             self.finish(request, "abort")
         return request
 
+    @property
+    def open_requests(self) -> list[str]:
+        """Ids of the requests that are waiting or running."""
+        return list(self._requests)
+
     def knows(self, request_id: str) -> bool:
         """Whether this request is waiting or running."""
         return request_id in self._requests

@@ -24,6 +24,11 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = dict(sources)
 
+    @property
+    def text(self) -> str:
+        """All of them, to look for what a family of models writes."""
+        return "\n".join(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -36,6 +36,10 @@ class GrowingText:
             self._parts.append(part)
             self.num_characters += len(part)
 
+    def since(self, num_parts: int) -> tuple[str, int]:
+        """The text after the first parts, and the number of parts there are now."""
+        return "".join(self._parts[num_parts:]), len(self._parts)
+
     def read(self, num_characters: int | None = None) -> str:
         """The first `num_characters`, or all. Each part is joined once."""
         wanted = self.num_characters if num_characters is None else num_characters
@@ -264,6 +268,10 @@ class TextStream:
     def snapshot(self) -> Callable[[], str]:
         """A function that returns the text released so far, even when there is more later."""
         return partial(self._text.read, self._text.num_characters)
+
+    def since(self, num_parts: int) -> tuple[str, int]:
+        """The text released since it had this many parts, and the number of parts now."""
+        return self._text.since(num_parts)
 
     @property
     def stopped(self) -> str | None:

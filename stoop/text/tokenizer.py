@@ -73,6 +73,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template_text(self) -> str:
+        """The source of all chat templates; empty if there is none."""
+        return "" if self._chat_template is None else self._chat_template.text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that the model expects around it."""
         if not isinstance(text, str):

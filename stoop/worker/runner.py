@@ -3,7 +3,8 @@
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,27 @@ log = logging.getLogger(__name__)
 HOST_BUFFERS = ("idx_mapping", "query_start_loc")  # written by the host before each step
 
 
+@dataclass
+class StepCounts:
+    """How the target's batches ran, since the start."""
+
+    by_mode: dict[RunMode, int] = field(default_factory=dict)
+    num_tokens: int = 0  # of live rows
+    num_padded: int = 0  # computed besides, because graphs have fixed sizes
+
+    def note(self, descriptor: BatchExecutionDescriptor, num_tokens: int) -> None:
+        self.by_mode[descriptor.mode] = self.by_mode.get(descriptor.mode, 0) + 1
+        self.num_tokens += num_tokens
+        self.num_padded += descriptor.num_tokens - num_tokens
+
+    def as_metrics(self) -> dict[str, Any]:
+        return {
+            "num_steps_by_mode": {mode.name.lower(): n for mode, n in self.by_mode.items()},
+            "num_tokens_computed": self.num_tokens,
+            "num_tokens_padded": self.num_padded,
+        }
+
+
 @dataclass(frozen=True)
 class _Dispatched:
     """How batches of the same rows run; looked up again only when the rows change."""
@@ -60,6 +82,7 @@ class _Dispatched:
     descriptor: BatchExecutionDescriptor
     query_len: int | None
     wants_scores: bool
+    num_tokens: int
 
 
 class ModelRunner:
@@ -110,6 +133,7 @@ class ModelRunner:
         self.score_reader = ScoreReader(self.model, self.target.hidden, tokens)
         self.drafting = True  # whether steps make drafts; all do, unless the engine sees no gain
         self.draft_seconds = 0.0  # that the host spent on the last step's drafts
+        self.counts = StepCounts()
         self._dispatched: _Dispatched | None = None
 
     # ---- start-up ----
@@ -204,6 +228,7 @@ class ModelRunner:
         self.staged.apply()
         self.new_blocks.zero(len(plan.blocks_to_zero))
         found = self._dispatch(plan.rows)
+        self.counts.note(found.descriptor, found.num_tokens)
         batch = target.buffers.load_rows(
             plan.rows, found.descriptor.num_reqs, found.descriptor.num_tokens, found.query_len
         )
@@ -231,7 +256,9 @@ class ModelRunner:
         if shape.decode and descriptor.mode < RunMode.FULL:
             query_len = self.target.query_len
         wants_scores = any(row.rules.params.wants_scores for row in rows)
-        self._dispatched = _Dispatched(key, needs, descriptor, query_len, wants_scores)
+        self._dispatched = _Dispatched(
+            key, needs, descriptor, query_len, wants_scores, shape.num_tokens
+        )
         return self._dispatched
 
     def run(self, step: Step) -> StepOutput:

@@ -70,6 +70,9 @@ class Letters:
     def end_step(self) -> None:
         pass
 
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
     def forget_rows(self) -> None:
         self.steps.clear()
 

@@ -1,0 +1,87 @@
+"""From options to an engine core: find the model, settle the configuration, load."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stoop.checkpoint.fetch import resolve_model
+from stoop.config.check import check_options
+from stoop.config.errors import ConfigError
+from stoop.config.resolve import log_ignored, resolve
+from stoop.config.schema import Config, EngineOptions, ModelSpec
+from stoop.config.speculation import asks_for_auto
+from stoop.core.report import Report
+from stoop.engine import draft_trial
+from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
+from stoop.engine.core import EngineCore
+from stoop.engine.draft_trial import DraftTrial
+from stoop.engine.uniproc import UniprocExecutor
+from stoop.models.registry import read_model_spec
+from stoop.worker.device import find_device
+
+
+@dataclass(frozen=True)
+class BuiltCore:
+    """A core that is ready to step, and what it was made of."""
+
+    config: Config
+    executor: UniprocExecutor
+    core: EngineCore
+
+
+class CoreBuilder:
+    """Settles options against a model at once; `build` then does the slow part.
+
+    In between, the caller may load what can still refuse them, such as a tokenizer.
+    """
+
+    def __init__(self, options: EngineOptions, report: Report | None = None) -> None:
+        check_options(options)  # before anything is fetched
+        self.options = options
+        self._report = report
+        self._device = find_device(options.device)
+        self.folder: Path = resolve_model(options.model, revision=options.revision, report=report)
+        self._model: ModelSpec = read_model_spec(self.folder)
+        # Refuse before a drafter is read.
+        settled = resolve(options, self._model, str(self.folder), self._device)
+        log_ignored(options, settled)
+        self._choice = choose_drafter(options, self._model, self.folder, self._device, report)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Where the tokenizer is; None if the user wants none."""
+        if self.options.skip_tokenizer_init:
+            return None
+        return Path(self.options.tokenizer) if self.options.tokenizer else self.folder
+
+    def build(self) -> BuiltCore:
+        """Load the model and its drafter."""
+        choice = self._choice
+        if choice.spec is None or not asks_for_auto(self.options.speculative_config):
+            return self._build(choice)
+        try:
+            return self._build(choice)
+        except ConfigError as error:
+            # A drafter that the user did not ask for gives way to options that it does not fit.
+            note = f"the model's head does not fit the other options ({error})"
+        return self._build(DrafterChoice(None, note))
+
+    def _build(self, choice: DrafterChoice) -> BuiltCore:
+        folder = str(self.folder)
+        config = resolve(self.options, self._model, folder, self._device, choice.spec)
+        config = replace(config, draft_note=choice.note)
+        executor = UniprocExecutor(config, self._report)
+        core = EngineCore(config.schedule, config.cache, executor)
+        core.trial = _make_trial(config, choice)
+        return BuiltCore(config, executor, core)
+
+
+def _make_trial(config: Config, choice: DrafterChoice) -> DraftTrial | None:
+    """Only steps that run eagerly, one at a time, can leave out drafts now and then."""
+    if choice.spec is None or choice.store is None:
+        return None
+    if config.graph.mode != "none" or config.schedule.run_ahead:
+        return None
+    trial = DraftTrial(choice.spec.num_drafts, choice.usual_tokens, choice.store.add)
+    if choice.costs_known:
+        trial.early_gap = draft_trial.KNOWN_GAP
+    return trial

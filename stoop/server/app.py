@@ -1,0 +1,157 @@
+"""The routes."""
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+
+from stoop.server.chat import chat_completions
+from stoop.server.completions import completions
+from stoop.server.errors import RETRY_AFTER, add_handlers, refuse, unavailable
+from stoop.server.gate import Gate
+from stoop.server.hooks import make_metrics
+from stoop.server.prompts import plain_messages
+from stoop.server.protocol.chat import ChatRequest
+from stoop.server.protocol.completions import (
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from stoop.server.service import Service
+from stoop.server.settings import ServerSettings
+from stoop.server.transport import json_response
+from stoop.version import __version__
+
+if TYPE_CHECKING:
+    from stoop.async_llm import AsyncLLM
+
+
+def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
+    metrics = make_metrics(llm, settings.model_names[0], settings.vllm_metric_names)
+    return Service(llm, settings, metrics)
+
+
+def make_app(service: Service) -> Any:
+    """The ASGI application."""
+    app = FastAPI(title="stoop", version=__version__, description="An OpenAI-compatible API")
+    add_handlers(app)
+    _add_generation(app, service)
+    _add_models(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    public = _add_page(app)
+    gated: Any = Gate(app, service, public)
+    if service.settings.allow_origins:
+        gated = CORSMiddleware(
+            gated,
+            allow_origins=service.settings.allow_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return gated
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def _chat(request: Request, body: ChatRequest) -> Response:
+        return await chat_completions(service, request, body)
+
+    @app.post("/v1/completions", response_model=None)
+    async def _completions(request: Request, body: CompletionRequest) -> Response:
+        return await completions(service, request, body)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "stoop",
+            "root": service.model_name,
+            "max_model_len": service.prompts.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def _models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in service.settings.model_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def _model(name: str) -> dict[str, Any]:
+        return card(service.check_model(name))
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    tokenizer = service.llm.tokenizer
+
+    @app.post("/tokenize", response_model=None)
+    async def _tokenize(body: TokenizeRequest) -> Response:
+        service.check_model(body.model)
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            ids = tokenizer.encode(body.prompt, add_special_tokens=special)
+        else:
+            prompt = await service.prompts.render(
+                plain_messages(body.messages or []),
+                [tool.as_dict() for tool in body.tools or ()] or None,
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                special_tokens=bool(body.add_special_tokens),
+            )
+            ids = prompt.token_ids
+        texts = [tokenizer.decode([each], False) for each in ids]
+        return json_response(
+            {
+                "count": len(ids),
+                "max_model_len": service.prompts.max_model_len,
+                "tokens": ids,
+                "token_strs": texts if body.return_token_strs else None,
+            }
+        )
+
+    @app.post("/detokenize", response_model=None)
+    async def _detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        size = service.llm.config.model.vocab_size
+        for token in body.tokens:
+            if token >= size:
+                raise refuse(f"`tokens` has {token}: the model knows 0 to {size - 1}", "tokens")
+        return json_response({"prompt": tokenizer.decode(body.tokens, False)})
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health", response_model=None)
+    async def _health() -> Response:
+        state = service.state
+        if state == "ready":
+            return JSONResponse({"status": "ready"})
+        headers = {"retry-after": str(RETRY_AFTER)}
+        body = {"status": state, **unavailable(state).body}
+        return JSONResponse(body, 503, headers=headers)
+
+    @app.get("/version")
+    async def _version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/stats", response_model=None)
+    async def _stats() -> Response:
+        return json_response(service.stats())
+
+    @app.get("/metrics", response_model=None)
+    async def _metrics() -> Response:
+        content, kind = service.metrics.render()
+        return Response(content, media_type=kind)
+
+
+def _add_page(app: FastAPI) -> tuple[str, ...]:
+    """The chat page, if it is there; returns its paths, which need no key."""
+    try:
+        from stoop.server.page import router
+    except ImportError:
+        return ()
+    page = router()
+    app.include_router(page)
+    return tuple(route.path for route in page.routes if hasattr(route, "path"))

@@ -1,0 +1,235 @@
+"""`/v1/completions`."""
+
+import json
+import time
+from json.encoder import encode_basestring_ascii  # type: ignore[attr-defined]
+from typing import Any
+
+from fastapi.responses import Response
+from starlette.requests import Request
+
+from stoop.core.deltas import AnswerDelta, RequestDelta
+from stoop.core.sampling_params import SamplingParams
+from stoop.server.conversation import format_structure, one_structure, with_structure
+from stoop.server.errors import ApiError, refuse
+from stoop.server.generation import Generation, WholeAnswer, check_end
+from stoop.server.logprobs import CompletionLogprobs, TokenTexts, prompt_scores
+from stoop.server.prompts import EncodedPrompt
+from stoop.server.protocol.completions import CompletionRequest
+from stoop.server.service import Service
+from stoop.server.transport import (
+    DONE,
+    RECORD,
+    EventStream,
+    error_event,
+    json_response,
+    until_gone,
+)
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def completions(service: Service, request: Request, body: CompletionRequest) -> Response:
+    model = service.check_model(body.model)
+    num_answers = len(body.prompts) * (body.n or 1)
+    if num_answers > service.settings.max_answers:  # before the work of encoding them
+        raise refuse(
+            f"the request asks for {num_answers} answers, prompts times n: ask for at most "
+            f"{service.settings.max_answers}",
+            "prompt",
+        )
+    prompts = [await service.prompts.encode(prompt) for prompt in body.prompts]
+    record = request.scope[RECORD]
+    if service.settings.log_prompts:
+        record["prompt"] = body.prompt
+    generation = Generation(
+        service,
+        request.scope["stoop.unique_id"],
+        prompts,
+        _params(service, body),
+        priority=body.priority or 0,
+        record=record,
+    )
+    shape = Shape(f"cmpl-{record['id']}", model, body, service)
+    if body.stream:
+        return EventStream(service, generation, CompletionWriter(generation, shape))
+    whole = generation.whole(with_drafts=bool(body.return_draft_positions))
+    answers = await until_gone(request, service, whole)
+    return json_response(shape.whole(generation, answers))
+
+
+def _params(service: Service, body: CompletionRequest) -> SamplingParams:
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    scores = body.prompt_logprobs
+    if scores is None and body.echo:
+        scores = body.logprobs
+    params = body.sampling(
+        service.llm.default_params,
+        n=body.n,
+        max_tokens=limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=scores,
+    )
+    structure = one_structure(body.structured_outputs, format_structure(body.response_format))
+    return with_structure(params, structure)
+
+
+class Shape:
+    """What every answer to one request has."""
+
+    def __init__(
+        self, answer_id: str, model: str, body: CompletionRequest, service: Service
+    ) -> None:
+        self.id, self.model, self.body = answer_id, model, body
+        self.tokenizer = service.llm.tokenizer
+        self.created = int(time.time())
+
+    def whole(self, generation: Generation, answers: list[WholeAnswer]) -> dict[str, Any]:
+        choices = []
+        for answer in answers:
+            place = answer.index // generation.params.n
+            choices.append(self._choice(generation, answer, place))
+        usage = generation.usage()
+        if self.body.max_tokens == 0:
+            usage["total_tokens"] = usage["prompt_tokens"]
+            usage["completion_tokens"] = 0
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage,
+            "system_fingerprint": None,
+        }
+
+    def _choice(self, generation: Generation, answer: WholeAnswer, place: int) -> dict[str, Any]:
+        prompt, scores = generation.prompts[place], generation.prompt_logprobs
+        found = scores.get(generation.ids[place])
+        if self.body.max_tokens == 0:  # only the prompt is wanted, with its scores
+            answer = WholeAnswer(answer.index, logprobs=[], finish_reason="length")
+        text, logprobs = answer.text, None
+        if self.body.logprobs is not None:
+            maker = CompletionLogprobs(self.body.logprobs)
+            ids: list[int] = list(answer.token_ids)
+            values: list[Any] = list(answer.logprobs or [])
+            if self.body.echo:
+                maker.first_text = self.tokenizer.decode(prompt.token_ids[:1], False)
+                ids, values = prompt.token_ids + ids, [*(found or []), *values]
+            logprobs = maker.shape(ids, values)
+        if self.body.echo:
+            text = self.prompt_text(prompt) + text
+        choice = {
+            "index": answer.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_scores(found)
+        if self.body.return_draft_positions:
+            texts = TokenTexts(self.tokenizer)
+            choice["tokens"] = texts.feed(
+                answer.text, answer.token_ids, answer.draft_positions, last=True
+            )
+        return choice
+
+    def prompt_text(self, prompt: EncodedPrompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+class CompletionWriter:
+    """The chunks of a text stream; as with chat, plain ones are made with little work."""
+
+    def __init__(self, generation: Generation, shape: Shape) -> None:
+        self.generation, self.shape = generation, shape
+        body, count = shape.body, generation.num_choices
+        self._begun = [False] * count
+        self._texts = [TokenTexts(shape.tokenizer) for _ in range(count)]
+        self._logprobs = [CompletionLogprobs(body.logprobs or 0) for _ in range(count)]
+        self._head = (
+            f'data: {{"id":{json.dumps(shape.id)},"object":"text_completion",'
+            f'"created":{shape.created},"model":{json.dumps(shape.model)},'
+            '"system_fingerprint":null,"choices":['
+        )
+        self._tail = f"]{',\"usage\":null' if body.include_usage else ''}}}\n\n"
+        self._text_heads = [f'{self._head}{{"index":{index},"text":' for index in range(count)]
+        self._text_tail = f',"logprobs":null,"finish_reason":null}}{self._tail}'
+        self._plain = body.logprobs is None and not (
+            body.return_draft_positions or body.usage_in_chunks
+        )
+
+    def chunk(self, delta: RequestDelta) -> bytes:
+        out: list[str] = []
+        first = self.generation.first_choice[delta.request_id]
+        place = first // self.generation.params.n
+        for answer in delta.answers:
+            index = first + answer.index
+            if not self._begun[index]:
+                self._begun[index] = True
+                self._echo(out, index, place, delta)
+            if not self._plain:
+                self._scored(out, index, answer)
+            elif answer.text:
+                out += (
+                    self._text_heads[index],
+                    encode_basestring_ascii(answer.text),
+                    self._text_tail,
+                )
+            if answer.finish_reason is not None:
+                check_end(answer)
+                more = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
+                out.append(self._event(index, "", **more))
+        return "".join(out).encode()
+
+    def end(self) -> bytes:
+        if not self.shape.body.include_usage:
+            return DONE
+        usage = json.dumps(self.generation.usage())
+        return f'{self._head}],"usage":{usage}}}\n\n'.encode() + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+    def _event(self, index: int, text: str, **more: Any) -> str:
+        fields = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        tail = self._tail
+        if self.shape.body.usage_in_chunks:
+            tail = f'],"usage":{json.dumps(self.generation.usage())}}}\n\n'
+        return f"{self._head}{json.dumps({**fields, **more})}{tail}"
+
+    def _echo(self, out: list[str], index: int, place: int, delta: RequestDelta) -> None:
+        """The prompt, as the first chunk of its answer."""
+        body = self.shape.body
+        prompt = self.generation.prompts[place]
+        scores = self.generation.prompt_logprobs.get(delta.request_id)
+        more: dict[str, Any] = {}
+        if body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_scores(scores)
+        if body.echo and body.logprobs is not None:
+            self._logprobs[index].first_text = self.shape.tokenizer.decode(
+                prompt.token_ids[:1], False
+            )
+            more["logprobs"] = self._logprobs[index].shape(prompt.token_ids, scores or [])
+        if body.echo or more:
+            text = self.shape.prompt_text(prompt) if body.echo else ""
+            out.append(self._event(index, text, **more))
+
+    def _scored(self, out: list[str], index: int, answer: AnswerDelta) -> None:
+        body, more = self.shape.body, {}
+        if body.logprobs is not None and answer.token_ids:
+            more["logprobs"] = self._logprobs[index].shape(answer.token_ids, answer.logprobs or [])
+        if body.return_draft_positions:
+            tokens = self._texts[index].feed(
+                answer.text,
+                answer.token_ids,
+                answer.draft_positions,
+                last=answer.finish_reason is not None,
+            )
+            if tokens:
+                more["tokens"] = tokens
+        if answer.text or more:
+            out.append(self._event(index, answer.text, **more))

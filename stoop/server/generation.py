@@ -1,0 +1,300 @@
+"""One HTTP request's answers while they are generated: streams, counts, times."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoop.core.deltas import AnswerDelta, RequestDelta
+from stoop.core.outputs import Logprob, RequestOutput, RequestTimes
+from stoop.core.sampling_params import SamplingParams
+from stoop.server.errors import ApiError, unavailable
+from stoop.server.prompts import EncodedPrompt
+from stoop.server.service import Service
+
+
+@dataclass
+class WholeAnswer:
+    """One answer, once it is complete."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    draft_positions: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Generation:
+    """The answers to one or more prompts. Choices are numbered across the prompts."""
+
+    def __init__(
+        self,
+        service: Service,
+        request_id: str,
+        prompts: Sequence[EncodedPrompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        record: dict[str, Any] | None = None,
+    ) -> None:
+        """record: what the log line of the request will have"""
+        self.service = service
+        self.prompts = prompts
+        self.params = params
+        self.priority = priority
+        self.record = {} if record is None else record
+        self.ids = [f"{request_id}-{place}" for place in range(len(prompts))]
+        self.first_choice = {each: place * params.n for place, each in enumerate(self.ids)}
+        self.num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
+        self.num_output = 0
+        self.num_cached = 0
+        self.num_drafted = 0  # draft tokens that were verified
+        self.num_accepted = 0
+        self.finish_reason = "abort"
+        self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.arrival = time.perf_counter()
+        self.arrival_time = time.time()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    # ---- running ----
+
+    def _open(self) -> list[AsyncIterator[RequestDelta]]:
+        """Start every stream. The engine checks them here, so errors come before any output."""
+        streams: list[AsyncIterator[RequestDelta]] = []
+        for prompt, request_id in zip(self.prompts, self.ids, strict=True):
+            streams.append(
+                self.service.llm.stream(
+                    prompt.engine_prompt,
+                    self.params,
+                    request_id=request_id,
+                    priority=self.priority,
+                )
+            )
+        return streams
+
+    async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
+        """What is new, of all prompts in the order in which it comes."""
+        metrics = self.service.metrics
+        with self.service.admitted(self.num_choices):
+            metrics.request_arrived()
+            streams: list[AsyncIterator[RequestDelta]] = []
+            try:
+                streams = self._open()
+                source = streams[0] if len(streams) == 1 else _merged(streams)
+                async for delta in source:
+                    self.note(delta)
+                    yield delta
+            finally:
+                for stream in streams:
+                    await _close(stream)
+                self._end()
+
+    async def whole(self, with_drafts: bool) -> list[WholeAnswer]:
+        """All answers, complete, by choice. with_drafts: their draft positions are needed"""
+        answers = [WholeAnswer(place) for place in range(self.num_choices)]
+        if with_drafts:
+            async with contextlib.aclosing(self.deltas()) as deltas:
+                async for delta in deltas:
+                    self._join(answers, delta)
+            return answers
+        with self.service.admitted(self.num_choices):
+            self.service.metrics.request_arrived()
+            try:
+                for delta in await self._generate():
+                    self._join(answers, delta)
+            finally:
+                self._end()
+        return answers
+
+    async def _generate(self) -> list[RequestDelta]:
+        """Without a stream: the engine wakes us once for each prompt."""
+        llm = self.service.llm
+        calls = [
+            llm.generate(
+                prompt.engine_prompt, self.params, request_id=request_id, priority=self.priority
+            )
+            for prompt, request_id in zip(self.prompts, self.ids, strict=True)
+        ]
+        if len(calls) == 1:
+            outputs = [await calls[0]]
+        else:
+            outputs = await _all_or_none(calls)
+        deltas = []
+        for output in outputs:
+            self._take_times(output)
+            deltas.append(_as_delta(output))
+            self._count(deltas[-1])
+        return deltas
+
+    def _take_times(self, output: RequestOutput) -> None:
+        times = output.times
+        if times.first_token is not None and self.first_token is None:
+            self.first_token = times.first_token
+            self.service.metrics.first_token(times.first_token - self.arrival)
+            if times.last_token is not None:
+                count = sum(len(answer.token_ids) for answer in output.outputs) - 1
+                self.service.metrics.inter_token(times.last_token - times.first_token, count)
+        self.last_token = times.last_token or self.last_token
+        for answer in output.outputs:
+            if answer.spec is not None:
+                self.num_drafted += answer.spec.num_draft_tokens
+                self.num_accepted += answer.spec.num_accepted_tokens
+
+    def _join(self, answers: list[WholeAnswer], delta: RequestDelta) -> None:
+        first = self.first_choice[delta.request_id]
+        for new in delta.answers:
+            answer = answers[first + new.index]
+            answer.text += new.text
+            answer.token_ids += new.token_ids
+            answer.draft_positions += new.draft_positions
+            if new.logprobs is not None:
+                answer.logprobs = (answer.logprobs or []) + new.logprobs
+            if new.finish_reason is not None:
+                answer.finish_reason, answer.stop_reason = new.finish_reason, new.stop_reason
+                check_end(new)
+
+    # ---- counts ----
+
+    def note(self, delta: RequestDelta) -> None:
+        """Count what came, and when."""
+        now, before = time.perf_counter(), self.num_output
+        self._count(delta)
+        new = self.num_output - before
+        if not new:
+            return
+        metrics = self.service.metrics
+        if self.first_token is None:
+            self.first_token = now
+            metrics.first_token(now - self.arrival)
+            new -= 1
+        if new and self.last_token is not None:
+            metrics.inter_token(now - self.last_token, new)
+        self.last_token = now
+        for answer in delta.answers:
+            self.num_drafted += answer.num_drafted
+            for position in answer.draft_positions:
+                if position:
+                    self.num_accepted += 1
+
+    def _count(self, delta: RequestDelta) -> None:
+        for answer in delta.answers:
+            self.num_output += len(answer.token_ids)
+            if answer.finish_reason is not None:
+                self.finish_reason = answer.finish_reason
+        if delta.finished:
+            self.num_cached += delta.num_cached_tokens or 0
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs[delta.request_id] = delta.prompt_logprobs
+
+    def usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": self.num_prompt + self.num_output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.num_accepted,
+                "rejected_prediction_tokens": max(self.num_drafted - self.num_accepted, 0),
+            },
+        }
+
+    def _end(self) -> None:
+        now = time.perf_counter()
+        times = RequestTimes(
+            self.arrival, self.first_token, now, self.last_token, self.arrival_time
+        )
+        self.service.metrics.observe(
+            times,
+            num_prompt=self.num_prompt,
+            num_cached=self.num_cached,
+            num_output=self.num_output,
+            finish_reason=self.finish_reason,
+        )
+        self.record |= {
+            "tokens_in": self.num_prompt,
+            "tokens_cached": self.num_cached,
+            "tokens_out": self.num_output,
+            "finish": self.finish_reason,
+        }
+        if self.first_token is not None:
+            self.record["ttft_ms"] = round((self.first_token - self.arrival) * 1000, 1)
+
+
+def check_end(answer: AnswerDelta) -> None:
+    """Raise what a client is told if an answer did not end as one should."""
+    if answer.finish_reason == "error":
+        reason = answer.stop_reason or "the answer could not be completed"
+        raise ApiError(500, f"{reason}", code="generation_failed")
+    if answer.finish_reason == "abort":
+        raise unavailable("stopped")
+
+
+def _as_delta(output: RequestOutput) -> RequestDelta:
+    """A whole output as one delta. It has no draft positions."""
+    answers = [
+        AnswerDelta(
+            index=answer.index,
+            text=answer.text,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+        )
+        for answer in output.outputs
+    ]
+    return RequestDelta(
+        output.request_id,
+        answers,
+        True,
+        len(output.prompt_token_ids),
+        output.num_cached_tokens,
+        output.prompt_logprobs,
+    )
+
+
+async def _close(stream: AsyncIterator[RequestDelta]) -> None:
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        with contextlib.suppress(RuntimeError):  # it is being closed already
+            await close()
+
+
+async def _all_or_none(calls: Sequence[Any]) -> list[Any]:
+    """Their results; if one fails, the others are cancelled, which aborts them."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merged(streams: Sequence[AsyncIterator[RequestDelta]]) -> AsyncIterator[RequestDelta]:
+    """Items of several streams. Each has at most one item here, so that a slow reader's wait in
+    the engine."""
+    waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = waiting.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield delta
+                waiting[asyncio.ensure_future(anext(stream))] = stream
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

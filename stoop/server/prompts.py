@@ -1,0 +1,176 @@
+"""Chat messages to prompts: rendered and encoded outside the event loop, with a time limit."""
+
+import asyncio
+import ctypes
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from stoop.config.values import shown
+from stoop.server.errors import ApiError, refuse
+from stoop.server.protocol.chat import Message
+from stoop.text.tokenizer import Tokenizer
+
+RENDER_SECONDS = 5.0
+MAX_PROMPT_CHARS = 64 << 20
+SHORT = 8192  # characters that are encoded on the event loop: a thread would take longer
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    text: str | None
+    token_ids: list[int]
+
+    @property
+    def engine_prompt(self) -> dict[str, Any]:
+        if self.text is None:
+            return {"prompt_token_ids": self.token_ids}
+        return {"prompt": self.text, "prompt_token_ids": self.token_ids}
+
+
+class _TooSlow(Exception):
+    """Raised inside a template that has run for too long."""
+
+
+class PromptMaker:
+    """Renders and encodes prompts for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="stoop-prompts")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, prompt: str | list[int]) -> EncodedPrompt:
+        if isinstance(prompt, list):
+            return self._checked(EncodedPrompt(None, prompt))
+        if len(prompt) <= SHORT:
+            return self._checked(EncodedPrompt(prompt, self.tokenizer.encode(prompt)))
+        loop = asyncio.get_running_loop()
+        ids = await loop.run_in_executor(self._threads, self.tokenizer.encode, prompt)
+        return self._checked(EncodedPrompt(prompt, ids))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        special_tokens: bool = False,
+    ) -> EncodedPrompt:
+        """special_tokens: add those of a text too; templates write their own"""
+
+        def work() -> EncodedPrompt:
+            text = self.tokenizer.render_chat(
+                messages,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                variables=variables,
+            )
+            if len(text) > MAX_PROMPT_CHARS:
+                raise refuse(f"the chat template wrote {len(text)} characters: shorten the messages")
+            return EncodedPrompt(text, self.tokenizer.encode(text, special_tokens))
+
+        return self._checked(await _limited(self._threads, work, RENDER_SECONDS))
+
+    def _checked(self, prompt: EncodedPrompt) -> EncodedPrompt:
+        if len(prompt.token_ids) >= self.max_model_len:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt.token_ids)} tokens and the model takes "
+                f"{self.max_model_len}, answer included: shorten the prompt",
+                code="context_length_exceeded",
+            )
+        return prompt
+
+
+async def _limited(threads: ThreadPoolExecutor, work: Any, seconds: float) -> Any:
+    """Run `work` in a thread; a template that loops for too long is ended there.
+
+    A template is a program that came with the checkpoint. The exception is raised between two
+    bytecodes of the thread, and only while it is inside `work`.
+    """
+    lock = threading.Lock()
+    running: list[int] = []
+
+    def guarded() -> Any:
+        with lock:
+            running.append(threading.get_ident())
+        try:
+            return work()
+        finally:
+            with lock:
+                running.clear()
+
+    future = asyncio.get_running_loop().run_in_executor(threads, guarded)
+    try:
+        return await asyncio.wait_for(asyncio.shield(future), seconds)
+    except TimeoutError:
+        with lock:
+            if running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(running[0]), ctypes.py_object(_TooSlow)
+                )
+        future.add_done_callback(_ignore)
+        raise refuse(
+            f"the chat template took more than {seconds:g} s on these messages: shorten them"
+        ) from None
+
+
+def _ignore(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates take them: text parts only, arguments of tool calls as objects."""
+    return [_plain(place, message) for place, message in enumerate(messages)]
+
+
+def _plain(place: int, message: Message) -> dict[str, Any]:
+    found = message.as_dict()
+    where = f"messages.{place}"
+    if isinstance(message.content, list):
+        found["content"] = [_text_part(part, where) for part in message.content]
+    elif message.content is None:
+        if not message.tool_calls:
+            raise refuse(f"`{where}.content` is missing: add it", f"{where}.content")
+        found["content"] = None
+    if found["role"] == "developer":  # OpenAI's newer name
+        found["role"] = "system"
+    if message.tool_calls is not None:
+        found["tool_calls"] = [_call(call, where) for call in message.tool_calls]
+    return found
+
+
+def _text_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise refuse(
+        f"`{where}.content` has a part of type {shown(kind)}: stoop reads only text parts",
+        f"{where}.content",
+        "unsupported_content",
+    )
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Templates write the arguments as JSON themselves, so they need an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refuse(f"`{where}.tool_calls` has a call without a function name", where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise refuse(f"`{where}.tool_calls` has arguments that are not JSON", where) from None
+    return {**call, "function": {**function, "arguments": arguments}}

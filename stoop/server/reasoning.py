@@ -1,0 +1,70 @@
+"""Splits `<think>...</think>` from the rest of an answer."""
+
+from stoop.server.pieces import Piece, Reader, Reasoning, held_back
+
+START, END = "<think>", "</think>"
+# One format serves all these families; the names are vLLM's.
+REASONING_PARSERS = ("think", "deepseek_r1", "qwen3")
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether the template has already begun a block of reasoning."""
+    return prompt.rstrip().endswith(START)
+
+
+def closed_reasoning(prompt: str) -> bool:
+    """Whether the template has written an empty block, so that the model does not think."""
+    return prompt.rstrip().endswith(END)
+
+
+class ReasoningReader:
+    """Reasoning up to `</think>`, then what `rest` reads.
+
+    A block begins where the prompt began it, or with `<think>` as the first text of the answer.
+    """
+
+    def __init__(self, rest: Reader, opened: bool) -> None:
+        self._rest = rest
+        self._held = ""
+        self._state = "inside" if opened else "before"
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._state == "after":
+            return self._rest.feed(text)
+        self._held += text
+        if self._state == "before" and not self._begin():
+            return []
+        if self._state == "inside":
+            return self._inside()
+        held, self._held = self._held, ""
+        return self._rest.feed(held)
+
+    def finish(self) -> list[Piece]:
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            return [Reasoning(held)] if held else []
+        return [*self._rest.feed(held), *self._rest.finish()]
+
+    def _begin(self) -> bool:
+        """Decide whether the answer begins with a block; False: more text is needed."""
+        text = self._held.lstrip()
+        if START.startswith(text) and text != START:
+            return False
+        if text.startswith(START):
+            self._held = text[len(START) :]
+            self._state = "inside"
+        else:
+            self._state = "after"
+        return True
+
+    def _inside(self) -> list[Piece]:
+        place = self._held.find(END)
+        if place >= 0:
+            thought, rest = self._held[:place], self._held[place + len(END) :]
+            self._state, self._held = "after", ""
+            pieces: list[Piece] = [Reasoning(thought)] if thought else []
+            return pieces + self._rest.feed(rest.lstrip("\n"))
+        keep = held_back(self._held, END)
+        thought = self._held[: len(self._held) - keep]
+        self._held = self._held[len(thought) :]
+        return [Reasoning(thought)] if thought else []

@@ -1,0 +1,183 @@
+"""Sends answers: whole ones, and streams of server-sent events with little work per chunk."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol, TypeVar
+
+from fastapi.responses import Response
+from starlette.requests import Request
+
+from stoop.core.deltas import RequestDelta
+from stoop.server.errors import ApiError, ClientGone, as_api_error, timed_out
+from stoop.server.generation import Generation
+from stoop.server.service import Service
+
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+
+RAW_SEND = "stoop.send"  # in the scope: the connection's own, below all wrappers
+RECORD = "stoop.record"  # in the scope: what the log line will have
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not collect chunks
+]
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+
+
+def internal_error(error: BaseException) -> ApiError:
+    """A bug: the log has its traceback, the client a sentence."""
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed on this request: see its log", code="internal_error")
+
+
+def json_response(value: Any) -> Response:
+    return Response(json.dumps(value).encode(), media_type="application/json")
+
+
+# ---- whole answers ----
+
+
+async def until_gone(request: Request, service: Service, work: Awaitable[Item]) -> Item:
+    """The result of `work`; cancelled, which aborts it, if the client goes or time is up."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(request.receive))
+    limit = service.settings.request_timeout or None
+    try:
+        done, _ = await asyncio.wait(
+            (task, watcher), timeout=limit, return_when=asyncio.FIRST_COMPLETED
+        )
+        if task in done:
+            return task.result()
+        if watcher in done:
+            raise ClientGone
+        raise timed_out(service.settings.request_timeout)
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# ---- streams ----
+
+
+class Writer(Protocol):
+    """Makes the bytes of a stream's events."""
+
+    def chunk(self, delta: RequestDelta) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes: ...
+
+
+class EventStream(Response):
+    """A response that streams. The status is sent with the first bytes, so that errors before them
+    have one of their own. While there is nothing to send, comments keep the connection open."""
+
+    def __init__(self, service: Service, generation: Generation, writer: Writer) -> None:
+        self.service = service
+        self.generation = generation
+        self.writer = writer
+        self.background = None
+        self._started = False
+        self._writing = False
+        self._num_writes = 0
+        self._gone = False
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        self._send_start = send
+        self._send: Send = scope.get(RAW_SEND, send)
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.ensure_future(self._watch(receive, task))
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            if not self._gone:
+                raise
+            task.uncancel()
+            scope.setdefault(RECORD, {})["finish"] = "disconnect"
+        finally:
+            watcher.cancel()
+
+    async def _run(self) -> None:
+        limit = self.service.settings.request_timeout or None
+        try:
+            async with asyncio.timeout(limit):
+                await self._pump()
+        except TimeoutError:
+            await self._fail(timed_out(self.service.settings.request_timeout))
+        except Exception as error:
+            found = as_api_error(error, self.service.llm.state)
+            await self._fail(found or internal_error(error))
+
+    async def _pump(self) -> None:
+        writer, write = self.writer, self._write
+        async with contextlib.aclosing(self.generation.deltas()) as deltas:
+            async for delta in deltas:
+                body = writer.chunk(delta)
+                if body:
+                    await write(body)
+        await self._write(writer.end(), more=False)
+
+    async def _write(self, body: bytes, more: bool = True) -> None:
+        self._writing = True
+        if not self._started:
+            await self._start()
+        self._num_writes += 1
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._writing = False
+
+    async def _start(self) -> None:
+        self._started = True
+        await self._send_start({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    async def _fail(self, error: ApiError) -> None:
+        if self._started:
+            self.generation.record["error"] = error.status_code
+            await self._write(self.writer.error(error), more=False)
+            return
+        self._started = True
+        response = error.response()
+        await self._send_start(
+            {
+                "type": "http.response.start",
+                "status": error.status_code,
+                "headers": response.raw_headers,
+            }
+        )
+        await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+    async def _watch(self, receive: Receive, task: "asyncio.Task[Any]") -> None:
+        """Cancel the stream when the client goes; write comments while it waits."""
+        seen = 0
+        while True:
+            try:
+                async with asyncio.timeout(self.service.settings.keep_alive):
+                    message = await receive()
+            except TimeoutError:
+                if self._num_writes == seen and not self._writing:
+                    await self._write(COMMENT)
+                seen = self._num_writes
+                continue
+            if message["type"] == "http.disconnect":
+                self._gone = True
+                task.cancel()
+                return
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + error.content + b"\n\n" + DONE
