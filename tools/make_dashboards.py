@@ -108,7 +108,7 @@ def panels(vllm: bool) -> list[tuple[str, list[tuple[str, str, str, list[tuple[s
                 (
                     "Inter-token latency",
                     "s",
-                    "Between two outputs of a request; with drafts an output is several tokens.",
+                    "Per token after the first. Tokens of one step share its time evenly.",
                     quantiles("inter_token_latency_seconds"),
                 ),
                 (

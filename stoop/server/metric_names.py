@@ -196,7 +196,7 @@ HISTOGRAMS = (
     Metric(
         "inter_token",
         "inter_token_latency_seconds",
-        "Seconds between two outputs of a request; with drafts an output may be several tokens.",
+        "Seconds per token after a request's first. Tokens of one step share its time evenly.",
         ("inter_token_latency_seconds", "time_per_output_token_seconds"),
         buckets=_BETWEEN,
     ),
@@ -206,12 +206,6 @@ HISTOGRAMS = (
         "By request, seconds per token after the first.",
         ("request_time_per_output_token_seconds",),
         buckets=_BETWEEN,
-    ),
-    Metric(
-        "tokens_per_output",
-        "tokens_per_output",
-        "Tokens of one output of a request: 1 without drafts, unless the reader is slow.",
-        buckets=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 11.0, 16.0, 32.0),
     ),
     Metric(
         "e2e",

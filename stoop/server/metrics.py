@@ -6,23 +6,17 @@ prometheus_client, which renders them.
 """
 
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from stoop.config.errors import ConfigError
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
 from stoop.server import metric_names as names
 from stoop.server.metric_names import Metric
 from stoop.version import __version__
-
-try:
-    from prometheus_client import CollectorRegistry, ProcessCollector
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-    from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-    from prometheus_client.registry import Collector
-except ImportError:
-    raise ConfigError(
-        "metrics need prometheus_client: install it with pip install 'stoop[serve]'"
-    ) from None
 
 NAME_SETS = ("stoop", "vllm")  # of --metrics-names
 
@@ -39,6 +33,9 @@ class Core(Protocol):
 
     @property
     def healthy(self) -> bool: ...
+
+    @property
+    def state(self) -> str: ...
 
 
 class Times(Protocol):
@@ -68,9 +65,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
         """As Prometheus has them: each bucket includes all smaller ones."""
@@ -91,21 +88,18 @@ class CoreCounts:
         self._before: dict[Any, float] = {}  # sums of processes that ended
         self._now: dict[Any, float] = {}  # of the process that is counted now
         self._process: object = None
-        self._num_steps = 0
 
-    def take(self, found: Mapping[str, Any]) -> dict[Any, float]:
-        """Totals by key, or by (key, label) of groups; `found` may lack all of them."""
-        num_steps = found.get("num_steps", self._num_steps)
-        process = found.get("core_pid", self._process)
-        # A new process may be named before it has reported: the numbers are still the old ones.
-        another = process != self._process and num_steps != self._num_steps
-        if another or num_steps < self._num_steps:
+    def take(self, found: Mapping[str, Any], ready: bool) -> dict[Any, float]:
+        """Totals by key, or by (key, label) of groups; `found` may lack all of them.
+
+        Until a process is `ready`, the numbers are those of the one before it.
+        """
+        process = found.get("core_pid", self._process) if ready else self._process
+        if process != self._process:
             for key, value in self._now.items():
                 self._before[key] = self._before.get(key, 0) + value
             self._now = {}
-        if another or self._process is None:
-            self._process = process
-        self._num_steps = num_steps
+        self._process = process
         for key, value in _flat(found).items():
             # Tokens that a stop string dropped are taken back after they were counted.
             self._now[key] = max(value, self._now.get(key, 0))
@@ -132,7 +126,7 @@ class ServerMetrics:
         self.llm = llm
         self.num_requests = 0
         self.num_cached_tokens = 0
-        self.num_http_open = 0
+        self.http_open: Callable[[], int] = lambda: 0  # HTTP requests being answered
         self.num_finished = dict.fromkeys(names.FINISH_REASONS, 0)
         self.num_refused: dict[int, int] = {}
         self.histograms = {
@@ -140,7 +134,6 @@ class ServerMetrics:
         }
         self._first_token = self.histograms["first_token"]
         self._inter_token = self.histograms["inter_token"]
-        self._tokens_per_output = self.histograms["tokens_per_output"]
         self._registry = CollectorRegistry()
         self._registry.register(_Exposition(self, model_name, vllm_names))
         ProcessCollector(registry=self._registry)  # memory, CPU time and files of the server
@@ -157,9 +150,9 @@ class ServerMetrics:
         self._first_token.observe(seconds)
 
     def inter_token(self, seconds: float, count: int = 1) -> None:
-        """A request's next output came this long after the one before, with `count` tokens."""
-        self._inter_token.observe(seconds)
-        self._tokens_per_output.observe(count)
+        """`count` tokens came in this time, after an earlier one."""
+        if count > 0:
+            self._inter_token.observe(seconds / count, count)
 
     def observe(
         self,
@@ -190,26 +183,6 @@ class ServerMetrics:
     def render(self) -> tuple[bytes, str]:
         """The body of `/metrics` and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
-
-    def count_open(self, app: "App") -> "App":
-        """ASGI middleware that counts the HTTP requests being answered."""
-
-        async def counted(scope: Message, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
-                return await app(scope, receive, send)
-            self.num_http_open += 1
-            try:
-                await app(scope, receive, send)
-            finally:
-                self.num_http_open -= 1
-
-        return counted
-
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def intervals(times: Times) -> dict[str, float]:
@@ -251,7 +224,7 @@ class _Exposition(Collector):
         for metric in names.CORE_GAUGES:
             if found.get(metric.key) is not None:
                 yield from self._gauge(metric, float(found[metric.key]))
-        totals = self._counts.take(found)
+        totals = self._counts.take(found, llm.state == "ready")
         for metric in names.CORE_COUNTERS:
             yield from self._counter(metric, {None: totals.get(metric.key, 0)})
         first = 0 if vllm else 1
@@ -274,7 +247,7 @@ class _Exposition(Collector):
     def _own(self) -> Iterator[Any]:
         """What the server counted itself."""
         counts = self._metrics
-        yield from self._gauge(names.HTTP_OPEN, float(counts.num_http_open))
+        yield from self._gauge(names.HTTP_OPEN, float(counts.http_open()))
         yield from self._counter(names.REQUESTS, {None: counts.num_requests})
         yield from self._counter(names.CACHED, {None: counts.num_cached_tokens})
         yield from self._counter(names.FINISHED, counts.num_finished)

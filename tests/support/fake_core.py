@@ -73,6 +73,7 @@ class FakeCore:
     found: dict[str, Any] | Exception = field(default_factory=snapshot)
     num_open: int = 7
     healthy: bool = True
+    state: str = "ready"
     config: Config = field(default_factory=config)
 
     def metrics(self) -> dict[str, Any]:

@@ -1,15 +1,10 @@
 """The page at `/`: a chat that shows which tokens were drafts. Plain files, no build step."""
 
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
 
-from stoop.config.errors import ConfigError
-
-try:
-    from fastapi import APIRouter, Request, Response
-except ImportError:
-    raise ConfigError("the page needs fastapi: install it with pip install 'stoop[serve]'") from None
+from fastapi import APIRouter, Request, Response
 
 TYPES = {
     "index.html": "text/html; charset=utf-8",
@@ -45,17 +40,9 @@ def _answer(request: Request, name: str) -> Response:
 
 
 def router() -> APIRouter:
-    """Serves `/` and `/page/NAME`. These need no API key: the page asks for one."""
+    """Serves `/` and the files under `/page/`. These need no API key: the page asks for one."""
     routes = APIRouter(include_in_schema=False)
-
-    @routes.get("/")
-    async def index(request: Request) -> Response:
-        return _answer(request, "index.html")
-
-    @routes.get("/page/{name}")
-    async def asset(request: Request, name: str) -> Response:
-        if name not in TYPES:
-            return Response(status_code=404, headers=HEADERS)
-        return _answer(request, name)
-
+    for name in TYPES:
+        path = "/" if name == "index.html" else f"/page/{name}"
+        routes.add_api_route(path, partial(_answer, name=name), methods=["GET"])
     return routes

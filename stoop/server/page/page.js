@@ -237,13 +237,12 @@ function newChat() {
 
 // ---- the server ----
 
-const STATES = { ready: "ready", restarting: "restarting", dead: "stopped", stopped: "stopped" };
+const STATES = { stalled: "not responding", dead: "stopped", draining: "shutting down" };
 
 function takeStats(stats) {
   if (stats.model) $("model").textContent = state.model ??= stats.model;
-  const slow = stats.heartbeat_age > 5;
-  const name = STATES[stats.state] ?? (slow ? "busy" : "ready");
-  showState(name === "ready" ? "good" : "bad", name);
+  const name = stats.state ?? "ready";
+  showState(name === "ready" ? "good" : "bad", STATES[name] ?? name);
   state.hasDrafter = (stats.num_drafts ?? 0) > 0;
   $("drafts").disabled = !state.hasDrafter;
   $("both").disabled = !state.hasDrafter || state.running !== null;
