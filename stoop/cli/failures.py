@@ -110,6 +110,4 @@ def _usage(error: Any) -> str:
     else:
         text = error.format_message().rstrip(".")
         text = text[0].lower() + text[1:]
-        if "'serve'" in text:
-            text = "stoop has no HTTP server yet"
     return f"error: {text} (see {context.command_path} --help)" if context else f"error: {text}"

@@ -16,6 +16,7 @@ from stoop.cli.help import HelpfulGroup
 from stoop.cli.logs import set_up_logging
 from stoop.cli.models import models
 from stoop.cli.pull import pull
+from stoop.cli.serve import serve
 from stoop.cli.streams import ReaderGone, settle_output, standard_streams
 from stoop.cli.train import train_draft
 from stoop.cli.tune import tune
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(pull)
 app.command()(check)
 app.command()(compare)

@@ -75,7 +75,7 @@ def engine_flags(command: Command, without: tuple[str, ...] = ()) -> Command:
     ]
     if "graph_mode" not in without:
         parameters += [_vllm_flag(name, *rest) for name, *rest in VLLM_FLAGS]
-    return _gather(command, "engine", parameters, _engine_options)
+    return gather_flags(command, "engine", parameters, _engine_options)
 
 
 def _vllm_flag(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
@@ -129,7 +129,7 @@ def sampling_flags(hidden: Sequence[str] = (), **defaults: Any) -> Callable[[Com
             kind = str | None
         flag = _parameter("sampling", name, kind, default, text, hidden=name in hidden)
         parameters.append(flag)
-    return lambda command: _gather(command, "sampling", parameters, _sampling_params)
+    return lambda command: gather_flags(command, "sampling", parameters, _sampling_params)
 
 
 def _sampling_params(values: dict[str, Any]) -> SamplingParams:
@@ -181,7 +181,7 @@ def _parameter(
     return made.replace(name=f"{bundle}_{name}")
 
 
-def _gather(
+def gather_flags(
     command: Command,
     bundle: str,
     parameters: list[inspect.Parameter],

@@ -8,7 +8,7 @@ from stoop.cli.progress import StageProgress
 from stoop.config.schema import dtype_label
 
 if TYPE_CHECKING:
-    from stoop.config.schema import SpecConfig
+    from stoop.config.schema import Config, SpecConfig
     from stoop.llm import LLM
 
 log = logging.getLogger(__name__)
@@ -22,14 +22,19 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
         from stoop.models.loader import count_parameters
 
         llm = LLM(model, report=report, **engine)
-    config, numbers = llm.config, llm.metrics()
-    millions = count_parameters(config.model) / 1e6
+    millions = count_parameters(llm.config.model) / 1e6
+    print_started(f"{model}: {millions:.0f}M parameters", llm.config, llm.metrics(), report.seconds)
+    return llm
+
+
+def print_started(what: str, config: "Config", numbers: dict[str, Any], seconds: float) -> None:
+    """Print what runs: device, KV cache and drafter. numbers: the engine's metrics"""
     kv_dtype = dtype_label(config.device.kv_dtype)
     other = f", {kv_dtype}" if kv_dtype != config.device.dtype else ""
     print(
-        f"{model}: {millions:.0f}M parameters, {config.device.dtype} on "
+        f"{what}, {config.device.dtype} on "
         f"{config.device.device}, KV cache of {numbers['kv_cache_tokens']:,} tokens "
-        f"({numbers['kv_cache_bytes'] / 2**20:,.0f} MiB{other}), ready in {report.seconds:.1f} s",
+        f"({numbers['kv_cache_bytes'] / 2**20:,.0f} MiB{other}), ready in {seconds:.1f} s",
         file=sys.stderr,
     )
     if config.spec is not None:
@@ -38,7 +43,6 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
         log.info("drafter: %s", _details(config.spec))
     elif config.draft_note:
         print(f"speculative decoding: off; {config.draft_note}", file=sys.stderr)
-    return llm
 
 
 _METHODS = {"eagle": "EAGLE head", "eagle3": "EAGLE-3 head", "ngram": "prompt lookup"}

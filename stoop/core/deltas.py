@@ -15,7 +15,6 @@ class AnswerDelta:
     token_ids: list[int] = field(default_factory=list)
     # By token: 0 if the target chose it, j if it is draft j of its step and was accepted.
     draft_positions: list[int] = field(default_factory=list)
-    num_drafted: int = 0  # draft tokens that were verified for these tokens
     logprobs: list[dict[int, Logprob]] | None = None  # one per token, if asked for
     finish_reason: str | None = None  # stop, length, abort or error; set once
     stop_reason: int | str | None = None  # the token or text that stopped it; of an error, why

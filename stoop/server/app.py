@@ -10,7 +10,7 @@ from stoop.server.chat import chat_completions
 from stoop.server.completions import completions
 from stoop.server.errors import RETRY_AFTER, add_handlers, refuse, unavailable
 from stoop.server.gate import Gate
-from stoop.server.hooks import make_metrics
+from stoop.server.hooks import make_metrics, make_tracer, optional
 from stoop.server.prompts import plain_messages
 from stoop.server.protocol.chat import ChatRequest
 from stoop.server.protocol.completions import (
@@ -18,6 +18,8 @@ from stoop.server.protocol.completions import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from stoop.server.protocol.responses import ResponsesRequest
+from stoop.server.responses import responses
 from stoop.server.service import Service
 from stoop.server.settings import ServerSettings
 from stoop.server.transport import json_response
@@ -28,13 +30,20 @@ if TYPE_CHECKING:
 
 
 def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
-    metrics = make_metrics(llm, settings.model_names[0], settings.vllm_metric_names)
-    return Service(llm, settings, metrics)
+    name = settings.model_names[0]
+    metrics = make_metrics(llm, name, settings.metrics_names == "vllm")
+    return Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
 
 
 def make_app(service: Service) -> Any:
     """The ASGI application."""
-    app = FastAPI(title="stoop", version=__version__, description="An OpenAI-compatible API")
+    app = FastAPI(
+        title="stoop",
+        version=__version__,
+        description="An OpenAI-compatible API",
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+    )
     add_handlers(app)
     _add_generation(app, service)
     _add_models(app, service)
@@ -61,6 +70,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def _completions(request: Request, body: CompletionRequest) -> Response:
         return await completions(service, request, body)
+
+    @app.post("/v1/responses", response_model=None)
+    async def _responses(request: Request, body: ResponsesRequest) -> Response:
+        return await responses(service, request, body)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -148,10 +161,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _add_page(app: FastAPI) -> tuple[str, ...]:
     """The chat page, if it is there; returns its paths, which need no key."""
-    try:
-        from stoop.server.page import router
-    except ImportError:
+    module = optional("stoop.server.page")
+    if module is None:
         return ()
-    page = router()
+    page = module.router()
     app.include_router(page)
     return tuple(route.path for route in page.routes if hasattr(route, "path"))

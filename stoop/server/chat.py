@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from json.encoder import encode_basestring_ascii  # type: ignore[attr-defined]
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fastapi.responses import Response
@@ -24,6 +24,7 @@ from stoop.server.transport import (
     EventStream,
     error_event,
     json_response,
+    make_generation,
     until_gone,
 )
 
@@ -41,13 +42,8 @@ async def chat_completions(service: Service, request: Request, body: ChatRequest
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = plan.prompt.text
-    generation = Generation(
-        service,
-        request.scope["stoop.unique_id"],
-        [plan.prompt],
-        plan.params,
-        priority=body.priority or 0,
-        record=record,
+    generation = make_generation(
+        service, request, [plan.prompt], plan.params, priority=body.priority, operation="chat"
     )
     made = Shape(f"chatcmpl-{record['id']}", model, body, plan)
     if body.stream:
@@ -58,9 +54,8 @@ async def chat_completions(service: Service, request: Request, body: ChatRequest
 
 
 def _conversation(body: ChatRequest) -> Conversation:
-    choice, name = body.tool_choice or ("auto" if body.tools else "none"), ""
-    if isinstance(choice, NamedTool):
-        choice, name = "named", choice.function.name
+    named = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
+    choice = "named" if named else str(body.tool_choice or "auto")
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -69,7 +64,7 @@ def _conversation(body: ChatRequest) -> Conversation:
         messages=plain_messages(body.messages),
         tools=[tool.as_dict() for tool in body.tools or ()],
         tool_choice=choice if body.tools else "none",
-        tool_name=name,
+        tool_name=named.function.name if named else "",
         parallel=body.parallel_tool_calls is not False,
         structure=format_structure(body.response_format),
         variables=variables,
@@ -180,8 +175,8 @@ class ChatWriter:
             f'"created":{shape.created},"model":{json.dumps(shape.model)},'
             '"system_fingerprint":null,"choices":['
         )
-        self._usage = ',"usage":null' if body.include_usage else ""
-        self._tail = f"]{self._usage}}}\n\n"
+        usage = ',"usage":null' if body.include_usage else ""
+        self._tail = f"]{usage}}}\n\n"
         plain = not (body.logprobs or make or body.return_draft_positions or body.usage_in_chunks)
         self._text_heads = [
             f'{self._head}{{"index":{index},"delta":{{"content":'
@@ -264,6 +259,4 @@ class ChatWriter:
     def _finish(self, out: list[str], choice: _Choice, answer: AnswerDelta) -> None:
         check_end(answer)
         reason = finish_name(answer.finish_reason, choice.num_calls, self.shape.plan.named)
-        out.append(
-            self._event(choice, {}, finish_reason=reason, stop_reason=answer.stop_reason)
-        )
+        out.append(self._event(choice, {}, finish_reason=reason, stop_reason=answer.stop_reason))

@@ -2,7 +2,7 @@
 
 import json
 import time
-from json.encoder import encode_basestring_ascii  # type: ignore[attr-defined]
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fastapi.responses import Response
@@ -23,6 +23,7 @@ from stoop.server.transport import (
     EventStream,
     error_event,
     json_response,
+    make_generation,
     until_gone,
 )
 
@@ -42,13 +43,13 @@ async def completions(service: Service, request: Request, body: CompletionReques
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = body.prompt
-    generation = Generation(
+    generation = make_generation(
         service,
-        request.scope["stoop.unique_id"],
+        request,
         prompts,
         _params(service, body),
-        priority=body.priority or 0,
-        record=record,
+        priority=body.priority,
+        operation="text_completion",
     )
     shape = Shape(f"cmpl-{record['id']}", model, body, service)
     if body.stream:
@@ -155,7 +156,8 @@ class CompletionWriter:
             f'"created":{shape.created},"model":{json.dumps(shape.model)},'
             '"system_fingerprint":null,"choices":['
         )
-        self._tail = f"]{',\"usage\":null' if body.include_usage else ''}}}\n\n"
+        usage = ',"usage":null' if body.include_usage else ""
+        self._tail = f"]{usage}}}\n\n"
         self._text_heads = [f'{self._head}{{"index":{index},"text":' for index in range(count)]
         self._text_tail = f',"logprobs":null,"finish_reason":null}}{self._tail}'
         self._plain = body.logprobs is None and not (
@@ -219,7 +221,8 @@ class CompletionWriter:
             out.append(self._event(index, text, **more))
 
     def _scored(self, out: list[str], index: int, answer: AnswerDelta) -> None:
-        body, more = self.shape.body, {}
+        body = self.shape.body
+        more: dict[str, Any] = {}
         if body.logprobs is not None and answer.token_ids:
             more["logprobs"] = self._logprobs[index].shape(answer.token_ids, answer.logprobs or [])
         if body.return_draft_positions:

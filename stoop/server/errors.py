@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from stoop.config.errors import RequestError
+from stoop.config.errors import CoreDied, RequestError
 
 _KINDS = {
     401: "authentication_error",
@@ -101,7 +101,7 @@ def as_api_error(error: BaseException, state: str = "ready") -> ApiError | None:
         return error
     if isinstance(error, RequestError):
         return refuse(str(error))
-    if type(error).__name__ == "CoreDied":  # by name: stoop.async_llm brings torch
+    if isinstance(error, CoreDied):
         return unavailable(state if state != "ready" else "restarting")
     return None
 
@@ -125,7 +125,9 @@ def describe(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if chosen["type"] == "extra_forbidden":
         return refuse(f"stoop does not know `{param}`: leave it out", param, "unknown_parameter")
     if chosen["type"] == "missing":
-        return refuse(f"`{param or 'body'}` is missing: add it", param, "missing_required_parameter")
+        return refuse(
+            f"`{param or 'body'}` is missing: add it", param, "missing_required_parameter"
+        )
     reason = chosen["msg"].lower()
     return refuse(f"`{param or 'body'}`: {reason}", param, "invalid_value")
 
@@ -143,8 +145,8 @@ def add_handlers(app: FastAPI) -> None:
             return error.response()
         path = request.url.path
         message = {
-            404: f"there is no {path}: see /docs",
-            405: f"{path} does not take {request.method}: see /docs",
+            404: f"there is no {path}: see /openapi.json",
+            405: f"{path} does not take {request.method}: see /openapi.json",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 

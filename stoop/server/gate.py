@@ -1,4 +1,4 @@
-"""What every HTTP request passes: request id, key, size limit, draining, and its line in the log."""
+"""What every HTTP request passes: its id, the key, limits, draining, and its line in the log."""
 
 import asyncio
 import hmac
@@ -12,7 +12,15 @@ from typing import Any
 
 from stoop.server.errors import ApiError, ClientGone, unavailable
 from stoop.server.service import Service
-from stoop.server.transport import RAW_SEND, RECORD, Message, Receive, Send, internal_error
+from stoop.server.transport import (
+    RAW_SEND,
+    RECORD,
+    UNIQUE_ID,
+    Message,
+    Receive,
+    Send,
+    internal_error,
+)
 
 log = logging.getLogger("stoop.server.requests")
 
@@ -79,7 +87,7 @@ class Gate:
                 )
             record["id"] = text
         # Requests may share an id, which the engine does not allow.
-        scope["stoop.unique_id"] = f"{record['id']}.{next(self._numbers)}"
+        scope[UNIQUE_ID] = f"{record['id']}.{next(self._numbers)}"
         public = scope["path"] in self.public
         if not public and scope["method"] != "OPTIONS":
             self._check_key(headers)
@@ -168,9 +176,7 @@ async def _reply(error: ApiError, scope: Any, receive: Receive, send: Send) -> N
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, f"the body has more than {limit} bytes: send less", code="body_too_large"
-    )
+    return ApiError(413, f"the body has more than {limit} bytes: send less", code="body_too_large")
 
 
 def _check_json_header(headers: dict[bytes, bytes], body: bytes) -> None:

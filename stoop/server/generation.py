@@ -3,16 +3,20 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import Logprob, RequestOutput, RequestTimes
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import ApiError, unavailable
+from stoop.server.errors import ApiError, as_api_error, unavailable
+from stoop.server.hooks import NO_TRACE, RequestTrace
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
+
+if TYPE_CHECKING:
+    from stoop.async_llm import DeltaStream
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Generation:
         *,
         priority: int = 0,
         record: dict[str, Any] | None = None,
+        trace: RequestTrace = NO_TRACE,
     ) -> None:
         """record: what the log line of the request will have"""
         self.service = service
@@ -47,6 +52,7 @@ class Generation:
         self.params = params
         self.priority = priority
         self.record = {} if record is None else record
+        self.trace = trace
         self.ids = [f"{request_id}-{place}" for place in range(len(prompts))]
         self.first_choice = {each: place * params.n for place, each in enumerate(self.ids)}
         self.num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
@@ -67,36 +73,53 @@ class Generation:
 
     # ---- running ----
 
-    def _open(self) -> list[AsyncIterator[RequestDelta]]:
-        """Start every stream. The engine checks them here, so errors come before any output."""
-        streams: list[AsyncIterator[RequestDelta]] = []
-        for prompt, request_id in zip(self.prompts, self.ids, strict=True):
-            streams.append(
-                self.service.llm.stream(
-                    prompt.engine_prompt,
-                    self.params,
-                    request_id=request_id,
-                    priority=self.priority,
-                )
-            )
-        return streams
+    def _open(self, prompt: EncodedPrompt, request_id: str) -> "DeltaStream":
+        return self.service.llm.stream(
+            prompt.engine_prompt, self.params, request_id=request_id, priority=self.priority
+        )
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Admit the request; tell metrics, the trace and the log how it ended."""
+        try:
+            with self.service.admitted(self.num_choices):
+                self.service.metrics.request_arrived()
+                try:
+                    yield
+                finally:
+                    self._end()
+        except BaseException as error:
+            state = self.service.llm.state
+            found = as_api_error(error, state) if isinstance(error, Exception) else None
+            code = found.status_code if found else 500 if isinstance(error, Exception) else 499
+            self.trace.fail(code, found.message if found else type(error).__name__)
+            raise
+        self.trace.end(
+            self._times(),
+            num_prompt=self.num_prompt,
+            num_cached=self.num_cached,
+            num_output=self.num_output,
+            finish_reasons=[self.finish_reason],
+        )
 
     async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
         """What is new, of all prompts in the order in which it comes."""
-        metrics = self.service.metrics
-        with self.service.admitted(self.num_choices):
-            metrics.request_arrived()
-            streams: list[AsyncIterator[RequestDelta]] = []
+        with self._running():
+            streams: list[DeltaStream] = []
             try:
-                streams = self._open()
+                # The engine checks every request here, so refusals come before any output.
+                for prompt, request_id in zip(self.prompts, self.ids, strict=True):
+                    streams.append(self._open(prompt, request_id))
+                source: AsyncIterator[RequestDelta]
                 source = streams[0] if len(streams) == 1 else _merged(streams)
                 async for delta in source:
                     self.note(delta)
+                    if delta.finished:
+                        self._count_drafts(streams[self.ids.index(delta.request_id)].output())
                     yield delta
             finally:
                 for stream in streams:
-                    await _close(stream)
-                self._end()
+                    await stream.aclose()
 
     async def whole(self, with_drafts: bool) -> list[WholeAnswer]:
         """All answers, complete, by choice. with_drafts: their draft positions are needed"""
@@ -106,13 +129,9 @@ class Generation:
                 async for delta in deltas:
                     self._join(answers, delta)
             return answers
-        with self.service.admitted(self.num_choices):
-            self.service.metrics.request_arrived()
-            try:
-                for delta in await self._generate():
-                    self._join(answers, delta)
-            finally:
-                self._end()
+        with self._running():
+            for delta in await self._generate():
+                self._join(answers, delta)
         return answers
 
     async def _generate(self) -> list[RequestDelta]:
@@ -140,14 +159,9 @@ class Generation:
         if times.first_token is not None and self.first_token is None:
             self.first_token = times.first_token
             self.service.metrics.first_token(times.first_token - self.arrival)
-            if times.last_token is not None:
-                count = sum(len(answer.token_ids) for answer in output.outputs) - 1
-                self.service.metrics.inter_token(times.last_token - times.first_token, count)
         self.last_token = times.last_token or self.last_token
-        for answer in output.outputs:
-            if answer.spec is not None:
-                self.num_drafted += answer.spec.num_draft_tokens
-                self.num_accepted += answer.spec.num_accepted_tokens
+        self._count_drafts(output)
+        self.num_accepted += sum(a.spec.num_accepted_tokens for a in output.outputs if a.spec)
 
     def _join(self, answers: list[WholeAnswer], delta: RequestDelta) -> None:
         first = self.first_choice[delta.request_id]
@@ -180,10 +194,11 @@ class Generation:
             metrics.inter_token(now - self.last_token, new)
         self.last_token = now
         for answer in delta.answers:
-            self.num_drafted += answer.num_drafted
-            for position in answer.draft_positions:
-                if position:
-                    self.num_accepted += 1
+            positions = answer.draft_positions
+            self.num_accepted += len(positions) - positions.count(0)
+
+    def _count_drafts(self, output: RequestOutput) -> None:
+        self.num_drafted += sum(a.spec.num_draft_tokens for a in output.outputs if a.spec)
 
     def _count(self, delta: RequestDelta) -> None:
         for answer in delta.answers:
@@ -207,17 +222,19 @@ class Generation:
             },
         }
 
-    def _end(self) -> None:
+    def _times(self) -> RequestTimes:
         now = time.perf_counter()
-        times = RequestTimes(
-            self.arrival, self.first_token, now, self.last_token, self.arrival_time
-        )
+        return RequestTimes(self.arrival, self.first_token, now, self.last_token, self.arrival_time)
+
+    def _end(self) -> None:
         self.service.metrics.observe(
-            times,
+            self._times(),
             num_prompt=self.num_prompt,
             num_cached=self.num_cached,
             num_output=self.num_output,
             finish_reason=self.finish_reason,
+            n=self.params.n,
+            max_tokens=self.params.max_tokens,
         )
         self.record |= {
             "tokens_in": self.num_prompt,
@@ -259,13 +276,6 @@ def _as_delta(output: RequestOutput) -> RequestDelta:
         output.num_cached_tokens,
         output.prompt_logprobs,
     )
-
-
-async def _close(stream: AsyncIterator[RequestDelta]) -> None:
-    close = getattr(stream, "aclose", None)
-    if close is not None:
-        with contextlib.suppress(RuntimeError):  # it is being closed already
-            await close()
 
 
 async def _all_or_none(calls: Sequence[Any]) -> list[Any]:

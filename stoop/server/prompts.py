@@ -76,7 +76,9 @@ class PromptMaker:
                 variables=variables,
             )
             if len(text) > MAX_PROMPT_CHARS:
-                raise refuse(f"the chat template wrote {len(text)} characters: shorten the messages")
+                raise refuse(
+                    f"the chat template wrote {len(text)} characters: shorten the messages"
+                )
             return EncodedPrompt(text, self.tokenizer.encode(text, special_tokens))
 
         return self._checked(await _limited(self._threads, work, RENDER_SECONDS))

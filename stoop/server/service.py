@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stoop.server.errors import RETRY_AFTER, ApiError, refuse, unavailable
-from stoop.server.hooks import Metrics, NoMetrics
+from stoop.server.hooks import Metrics, NoMetrics, NoTracer, Tracer
 from stoop.server.prompts import PromptMaker
 from stoop.server.settings import ServerSettings
 from stoop.server.tools import ToolFormat, choose_format
@@ -20,11 +20,16 @@ class Service:
     """One model behind the API."""
 
     def __init__(
-        self, llm: "AsyncLLM", settings: ServerSettings, metrics: Metrics | None = None
+        self,
+        llm: "AsyncLLM",
+        settings: ServerSettings,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.llm = llm
         self.settings = settings
         self.metrics = metrics or NoMetrics()
+        self.tracer = tracer or NoTracer()
         schedule = llm.config.schedule
         self.prompts = PromptMaker(llm.tokenizer, schedule.max_model_len)
         self.capacity = schedule.max_num_seqs + settings.max_queue

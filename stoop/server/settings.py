@@ -1,7 +1,8 @@
 """The server's own options; `stoop serve` has a flag for each."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from stoop.config.errors import ConfigError
 from stoop.server.reasoning import REASONING_PARSERS
@@ -9,41 +10,97 @@ from stoop.server.tools import TOOL_PARSERS
 
 API_KEY_VARIABLE = "STOOP_API_KEY"
 LOG_FORMATS = ("text", "json")
+METRICS_NAMES = ("stoop", "vllm")
+
+
+LISTENING, LIMITS, ANSWERS, LOGS = "server", "limits", "tools and reasoning", "logs and metrics"
+
+
+def _flag(default: Any, panel: str, text: str, flag: str | None = None) -> Any:
+    """A setting with a flag of `stoop serve`. flag: another than the name says"""
+    return field(default=default, metadata={"help": text, "panel": panel, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """What `stoop serve` sets beyond the engine's options. Times are in seconds."""
 
-    model_names: tuple[str, ...] = ("model",)  # the first one is what answers say
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: a free one
-    uds: str | None = None  # path of a Unix socket, instead of host and port
-    api_keys: tuple[str, ...] = ()
-    allow_origins: tuple[str, ...] = ()
-    max_queue: int = 1024  # answers that wait, besides the max_num_seqs that run
-    max_answers: int = 256  # of one request: prompts times n
-    max_body_bytes: int = 16 << 20
-    request_timeout: float = 600.0  # 0: none
-    drain_timeout: float = 30.0
+    host: str = _flag(
+        "127.0.0.1", LISTENING, "address to listen on; 0.0.0.0 for all, and then set an API key"
+    )
+    port: int = _flag(8000, LISTENING, "port to listen on; 0 picks a free one")
+    uds: str | None = _flag(
+        None, LISTENING, "listen on this Unix socket instead of a host and port"
+    )
+    # The first one is what answers say.
+    model_names: tuple[str, ...] = _flag(
+        (),
+        LISTENING,
+        "name of the model in the API; may be repeated; default: the model as given",
+        "--served-model-name",
+    )
+    api_keys: tuple[str, ...] = _flag(
+        (),
+        LISTENING,
+        "key that clients must send as a bearer token; may be repeated; STOOP_API_KEY holds more, "
+        "separated by commas, and does not show in the list of processes",
+        "--api-key",
+    )
+    allow_origins: tuple[str, ...] = _flag(
+        (),
+        LISTENING,
+        "web origin whose pages may call the API, such as https://example.org; * for all; may be "
+        "repeated",
+        "--allow-origin",
+    )
+    max_queue: int = _flag(
+        1024,
+        LIMITS,
+        "answers that may wait besides the --max-num-seqs that run; more get status 429",
+    )
+    max_answers: int = _flag(256, LIMITS, "most answers of one request: its prompts times n")
+    max_body_bytes: int = _flag(
+        16 << 20, LIMITS, "largest request body; larger ones get status 413"
+    )
+    request_timeout: float = _flag(
+        600.0, LIMITS, "seconds that one request may take; 0 for no limit"
+    )
+    drain_timeout: float = _flag(
+        30.0, LIMITS, "seconds that open requests get after SIGTERM or Ctrl-C"
+    )
+    max_restarts: int = _flag(
+        3, LIMITS, "times that a dead engine process is restarted in ten minutes"
+    )
+    tool_call_parser: str = _flag(
+        "auto",
+        ANSWERS,
+        "format of tool calls: auto (from the chat template), hermes, llama3_json or pythonic",
+    )
+    reasoning_parser: str | None = _flag(
+        None,
+        ANSWERS,
+        "put <think>...</think> into reasoning_content: think, or vLLM's names deepseek_r1 and "
+        "qwen3",
+    )
+    log_format: str = _flag("text", LOGS, "log lines of requests: text or json")
+    log_requests: bool = _flag(True, LOGS, "write one line per request to standard error")
+    log_prompts: bool = _flag(False, LOGS, "put prompts into these lines")
+    metrics_names: str = _flag("stoop", LOGS, "names of the metrics at /metrics: stoop or vllm")
+    otlp_traces_endpoint: str | None = _flag(
+        None, LOGS, "send OpenTelemetry traces here, such as http://localhost:4317"
+    )
     keep_alive: float = 10.0  # between comments in a stream that has nothing to send
-    tool_call_parser: str = "auto"
-    reasoning_parser: str | None = None
-    log_format: str = "text"
-    log_requests: bool = True
-    log_prompts: bool = False
-    vllm_metric_names: bool = False
-    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("tool_call_parser", self.tool_call_parser, ("auto", *TOOL_PARSERS))
         if self.reasoning_parser is not None:
             _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
+        _one_of("metrics_names", self.metrics_names, METRICS_NAMES)
         _at_least("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"--port {self.port}: use 0 to 65535")
-        for name in ("max_queue", "request_timeout", "drain_timeout"):
+        for name in ("max_queue", "request_timeout", "drain_timeout", "max_restarts"):
             _at_least(name, getattr(self, name), 0)
         for name in ("max_answers", "max_body_bytes"):
             _at_least(name, getattr(self, name), 1)

@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from fastapi.responses import Response
 from starlette.requests import Request
 
 from stoop.core.deltas import RequestDelta
+from stoop.core.sampling_params import SamplingParams
 from stoop.server.errors import ApiError, ClientGone, as_api_error, timed_out
 from stoop.server.generation import Generation
+from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ Receive = Callable[[], Awaitable[Message]]
 
 RAW_SEND = "stoop.send"  # in the scope: the connection's own, below all wrappers
 RECORD = "stoop.record"  # in the scope: what the log line will have
+UNIQUE_ID = "stoop.unique_id"  # in the scope: for the engine
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -40,6 +43,28 @@ def internal_error(error: BaseException) -> ApiError:
 
 def json_response(value: Any) -> Response:
     return Response(json.dumps(value).encode(), media_type="application/json")
+
+
+def make_generation(
+    service: Service,
+    request: Request,
+    prompts: Sequence[EncodedPrompt],
+    params: SamplingParams,
+    *,
+    priority: int | None,
+    operation: str,
+) -> Generation:
+    """operation: the name that traces give it"""
+    record = request.scope[RECORD]
+    return Generation(
+        service,
+        request.scope[UNIQUE_ID],
+        prompts,
+        params,
+        priority=priority or 0,
+        record=record,
+        trace=service.tracer.start(request.headers, operation, record["id"], params),
+    )
 
 
 # ---- whole answers ----

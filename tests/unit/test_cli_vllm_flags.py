@@ -16,7 +16,6 @@ generate = sys.modules["stoop.cli.generate"]  # the package has the command by t
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["serve", "smollm2-135m"], "error: stoop has no HTTP server yet"),
         (
             ["generate", "--tensor-parallel-size", "2"],
             "there is no option --tensor-parallel-size, which is vLLM's: stoop runs a model on one "

@@ -41,8 +41,8 @@ class CompletionRequest(GenerationFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     @model_validator(mode="after")
     def _some_tokens(self) -> "CompletionRequest":

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoop.server.pieces import CallArguments, Content, CallStart, Piece
+from stoop.server.pieces import CallArguments, CallStart, Content, Piece
 from stoop.server.tools.calls import CallReader
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

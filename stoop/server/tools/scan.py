@@ -5,7 +5,9 @@ import re
 from typing import Any
 
 # The head of a call: its name comes first, then the arguments begin.
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 

@@ -1,0 +1,143 @@
+"""`stoop serve`: an OpenAI-compatible HTTP server."""
+
+import dataclasses
+import logging
+import sys
+import typing
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from stoop.cli.options import (
+    Command,
+    Model,
+    check_engine,
+    gather_flags,
+    make_flag,
+    text_engine_flags,
+)
+from stoop.cli.progress import StageProgress
+from stoop.cli.start import print_started
+from stoop.config.errors import ConfigError
+from stoop.config.schema import DEFAULT_MODEL
+from stoop.server.settings import ServerSettings, environment_keys
+
+if TYPE_CHECKING:
+    from stoop.async_llm import AsyncLLM
+    from stoop.server.service import Service
+
+LISTS = ("model_names", "api_keys", "allow_origins")
+
+
+def server_flags(command: Command) -> Command:
+    """Add a flag for every field of `ServerSettings` that has a help text; the command gets them
+    as `server`."""
+    hints = typing.get_type_hints(ServerSettings)
+    flags = []
+    for field in dataclasses.fields(ServerSettings):
+        if "help" in field.metadata:
+            kind, default = hints[field.name], field.default
+            if field.name in LISTS:
+                kind, default = list[str], []
+            made = make_flag(
+                field.name,
+                kind,
+                default,
+                field.metadata["help"],
+                panel=field.metadata["panel"],
+                names=[field.metadata["flag"]] if field.metadata["flag"] else (),
+            )
+            flags.append(made.replace(name=f"server_{field.name}"))
+    return gather_flags(command, "server", flags, dict)
+
+
+@text_engine_flags
+@server_flags
+def serve(
+    model: Model = DEFAULT_MODEL,
+    engine: dict[str, Any] = {},  # noqa: B006
+    server: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """Serve a model over HTTP with OpenAI's API, at http://127.0.0.1:8000/v1 by default."""
+    check_engine(model, engine)
+    given: dict[str, Any]
+    given = {name: tuple(value) if name in LISTS else value for name, value in server.items()}
+    given["model_names"] = given["model_names"] or _names(model)
+    given["api_keys"] += environment_keys()
+    settings = ServerSettings(**given)
+    run = _import_server()
+    _set_up_request_log()
+    raise typer.Exit(_run(run, settings, model, engine))
+
+
+def _names(model: str) -> tuple[str, ...]:
+    """The model as given; a folder or a file also by its own name, which comes first."""
+    path = Path(model)
+    if path.exists() and path.resolve().name != model:
+        return (path.resolve().name, model)
+    return (model,)
+
+
+def _import_server() -> ModuleType:
+    """The module that needs packages which other commands do not."""
+    try:
+        from stoop.server import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "stoop":
+            raise
+        raise ConfigError(
+            f"stoop serve needs {error.name}: install it with pip install 'stoop[serve]'"
+        ) from None
+    return run
+
+
+def _set_up_request_log() -> None:
+    """One line per request, as it is, whatever `STOOP_LOG` says."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log = logging.getLogger("stoop.server.requests")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+
+
+def _run(run: Any, settings: ServerSettings, model: str, engine: dict[str, Any]) -> int:
+    import asyncio
+
+    if not settings.loopback and not settings.api_keys:
+        print(
+            f"warning: {settings.host} is reachable from other machines and there is no --api-key: "
+            "anyone there can use this server",
+            file=sys.stderr,
+        )
+    bound = run.open_socket(settings)
+
+    async def start() -> "AsyncLLM":
+        with StageProgress() as report:
+            report("starting", 0, None)
+            from stoop.async_llm import AsyncLLM
+
+            restarts = settings.max_restarts
+            llm = await AsyncLLM.start(model, report=report, max_restarts=restarts, **engine)
+        print_started(model, llm.config, llm.metrics(), report.seconds)
+        return llm
+
+    def announce(service: "Service", address: str) -> None:
+        drafts = service.num_drafts
+        speed = f", {drafts} drafts a step" if drafts > 1 else ", 1 draft a step" if drafts else ""
+        names = " and ".join(settings.model_names)
+        print(f"serving {names} at {address}/v1{speed}; Ctrl-C stops", file=sys.stderr, flush=True)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        code: int = runner.run(run.serve(start, settings, bound, announce))
+    return code
+
+
+def _loop_factory() -> Any:
+    """uvloop's if it is installed; asyncio's own otherwise."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
