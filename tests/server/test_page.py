@@ -102,7 +102,7 @@ def test_an_answer_streams_with_tints(page: Page, script: Script) -> None:
         ["stoop", "tok d1", "1"],
     ]
     expect(page.locator(".facts")).to_contain_text("7 tokens")
-    expect(page.locator(".facts")).to_contain_text("4 were drafts (57 %)")
+    expect(page.locator(".facts")).to_contain_text("57 % from drafts")
     (asked,) = script.requests
     assert asked["messages"] == [{"role": "user", "content": "Tell me about falcons."}]
     assert asked["return_draft_positions"] is True and asked["stream"] is True

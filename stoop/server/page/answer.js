@@ -148,7 +148,7 @@ export class Tally {
     if (!withDrafts) parts.push("without drafts");
     else if (this.numTokens) {
       const share = Math.round((100 * this.numAccepted) / this.numTokens);
-      parts.push(`${this.numAccepted} were drafts (${share} %)`);
+      parts.push(`${share} % from drafts`);
     }
     return parts.join(" · ");
   }
