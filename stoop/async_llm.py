@@ -51,6 +51,7 @@ class AsyncLLM:
         self._held: dict[str, RequestGroup] = {}  # those that wait for a core to be ready
         self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
+        self._draining = False  # no new requests
         self._idle = asyncio.Event()  # no request is open
         self._idle.set()
 
@@ -80,10 +81,11 @@ class AsyncLLM:
     async def _start(self) -> None:
         try:
             await self._client.start()
-            # The tokenizer was being read while the core loaded. Its errors are raised here.
             assert self._tokenizer is not None
             tokenizer = await self._tokenizer
         except BaseException:
+            if self._tokenizer is not None:
+                self._tokenizer.cancel()
             await self._client.stop()
             raise
         self._frontend = Frontend(self.config, tokenizer, self.options.seed, self._limits)
@@ -125,7 +127,7 @@ class AsyncLLM:
     @property
     def state(self) -> str:
         """ready, restarting, dead (restarts used up) or stopped."""
-        return self._client.state
+        return "stopped" if self._draining else self._client.state
 
     @property
     def healthy(self) -> bool:
@@ -199,8 +201,8 @@ class AsyncLLM:
 
     async def shutdown(self, drain: float = 0.0) -> None:
         """Refuse new requests, wait up to `drain` seconds for the open ones, stop the core."""
-        if self.state == "ready" and drain > 0:
-            self._client.draining = True
+        self._draining = True
+        if self._mail and drain > 0:
             try:
                 await asyncio.wait_for(self._idle.wait(), drain)
             except TimeoutError:
@@ -219,7 +221,7 @@ class AsyncLLM:
         *,
         final_only: bool,
     ) -> RequestGroup:
-        if self._client.draining or self.state == "stopped":
+        if self.state == "stopped":
             raise CoreDied("the engine is shutting down: send the request to another one")
         if self.state == "dead":
             raise CoreDied("the engine's process died too often: restart the engine")
@@ -237,7 +239,7 @@ class AsyncLLM:
         requests = self._frontend.open([group])
         box = self._mail[group.request_id] = _Mailbox(group, self._loop)
         self._idle.clear()
-        if self.state == "ready":
+        if self._client.state == "ready":
             self._client.send(Add(requests))
         else:
             self._held[group.request_id] = group
@@ -267,7 +269,7 @@ class AsyncLLM:
             self._frontend.take_out(request_id)
             box = self._forget(request_id)
             if box is not None:
-                box.fail(error)
+                box.fail(type(error)(*error.args))  # each task raises its own
 
     def _fail_all(self, error: Exception) -> None:
         self._fail(list(self._mail), error)
@@ -275,8 +277,15 @@ class AsyncLLM:
     # ---- what the client tells ----
 
     def on_found(self, tokenizer_folder: str | None) -> None:
+        """Read the tokenizer while the core loads the model; a bad one ends the start."""
         if self._tokenizer is None:
             self._tokenizer = self._loop.create_task(_read_tokenizer(tokenizer_folder))
+            self._tokenizer.add_done_callback(self._check_tokenizer)
+
+    def _check_tokenizer(self, done: asyncio.Task[Tokenizer | None]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, Exception):
+            self._client.refuse(error)
 
     def on_ready(self, ready: Ready) -> None:
         first = not hasattr(self, "config")
@@ -293,7 +302,13 @@ class AsyncLLM:
             self._client.send(Add([answer.request for answer in group.answers]))
 
     def on_deltas(self, deltas: Sequence[Delta]) -> None:
-        changed, to_abort = self._frontend.absorb(deltas)
+        try:
+            changed, to_abort = self._frontend.absorb(deltas)
+        except Exception as error:
+            log.exception("the front end failed on a step's deltas")
+            names = [delta.request_id for delta in deltas]
+            self.on_lost(names, f"the front end failed ({type(error).__name__}): retry")
+            return
         if to_abort:
             self._client.send(Abort(to_abort))
         for group in changed:

@@ -78,7 +78,6 @@ class CoreClient:
         max_restarts: int = 3,
     ) -> None:
         self.state = "starting"  # then ready, restarting, dead or stopped
-        self.draining = False  # its owner takes no new requests
         self.num_restarts = 0
         self.metrics: dict[str, Any] = {}
         self._options = options
@@ -132,6 +131,11 @@ class CoreClient:
             await self._reap()
             raise
         self._become_ready(ready)
+
+    def refuse(self, error: Exception) -> None:
+        """Give up the start that is under way, for a reason that the front end found."""
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
 
     async def _launch(self) -> Ready:
         loop = asyncio.get_running_loop()
@@ -229,6 +233,7 @@ class CoreClient:
         running, self.state = self.state == "ready", "stopped"
         if self._recovery is not None:
             self._recovery.cancel()
+            await asyncio.wait([self._recovery])
         self._fail_replies(CoreDied("the engine was stopped"))
         process = self._process
         if process is None:

@@ -51,6 +51,7 @@ class CoreLoop:
         self._clock = clock
         self._num_failures = 0
         self._next_beat = 0.0
+        self._was_busy = False
 
     @property
     def has_work(self) -> bool:
@@ -85,15 +86,17 @@ class CoreLoop:
     # ---- steps ----
 
     def turn(self) -> None:
-        """One step, if there is work, and a heartbeat if it is time."""
+        """One step, if there is work, and a heartbeat if it is time or the last request ended."""
         if self.core.has_work:
+            self._was_busy = True
             deltas = self._guard(self._step)
             if deltas:
                 self._send(Deltas(deltas))
-        now = self._clock()
-        if now >= self._next_beat:
-            self._next_beat = now + (BUSY_SECONDS if self.core.has_work else IDLE_SECONDS)
+        now, busy = self._clock(), self.core.has_work
+        if now >= self._next_beat or busy < self._was_busy:
+            self._next_beat = now + (BUSY_SECONDS if busy else IDLE_SECONDS)
             self._send(Heartbeat(self.core.metrics()))
+        self._was_busy = busy
 
     def _step(self) -> list[Delta]:
         deltas = self.core.step()
@@ -120,7 +123,9 @@ class CoreLoop:
         if not lost and self._num_failures > 1:
             lost = set(core.open_requests)
         core.restart([each for each in core.open_requests if each not in lost])
-        self._send(Lost(sorted(lost), f"a step of the engine failed ({_one_line(error)}): retry"))
+        if lost:
+            sentence = f"a step of the engine failed ({_one_line(error)}): retry"
+            self._send(Lost(sorted(lost), sentence))
 
 
 def _one_line(error: BaseException) -> str:

@@ -79,7 +79,7 @@ def watch_parent(sock: socket.socket) -> None:
     """End this process as soon as the front end is gone, also during a long start or step."""
     parent = os.getppid()
     poll = select.poll()
-    poll.register(sock, select.POLLRDHUP)
+    poll.register(sock, 0)  # a closed end is reported in any case
 
     def watch() -> None:
         while not poll.poll(PARENT_SECONDS * 1000) and os.getppid() == parent:

@@ -76,6 +76,9 @@ class Answer:
     def _note_positions(self, delta: Delta) -> None:
         """A step's accepted drafts come first; the target chose the token after them."""
         assert self.draft_positions is not None
+        if not delta.num_accepted:
+            self.draft_positions += [0] * len(delta.token_ids)
+            return
         num_drafted = min(delta.num_accepted, len(delta.token_ids))
         self.draft_positions += range(1, num_drafted + 1)
         self.draft_positions += [0] * (len(delta.token_ids) - num_drafted)

@@ -256,6 +256,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._checker = StopChecker(stop, include_stop)
+        self._may_stop = bool(stop)
         self._text = GrowingText()
         # Ids taken until the text stopped, the one that completed the stop string included.
         self.num_tokens = 0
@@ -280,6 +281,9 @@ class TextStream:
 
     def append(self, ids: Sequence[int]) -> str:
         """Take ids, up to the one that completes a stop string, and return released text."""
+        if not self._may_stop:
+            self.num_tokens += len(ids)
+            return self._keep(self._detokenizer.append(ids))
         released: list[str] = []
         for token_id in ids:
             if self.stopped is not None:

@@ -1,7 +1,7 @@
 """Text out of tokens as they come: never half a character, never past a stop string."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
 
@@ -407,6 +407,26 @@ def test_the_beginning_of_a_stop_string_is_held_back_within_min_tokens() -> None
     assert text_stream.append(tokenizer.encode("x EN")) == "x "
     assert text_stream.append(tokenizer.encode("D")) == ""
     assert text_stream.stopped == "END"
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, sentencepiece_tokenizer])
+def test_streams_that_cannot_stop_give_the_same_text(make: Callable[[], Tokenizer]) -> None:
+    """Without stop strings, a step's ids are taken together. The twin waits for a text that does
+    not come. Prompts and steps end anywhere, inside characters too."""
+    tokenizer, rng = make(), random.Random(8)
+    for _ in range(60):
+        ids = [rng.randrange(260) for _ in range(60)]
+        prompt, rest = ids[:10], ids[10:]
+        plain = TextStream(tokenizer, prompt_ids=prompt)
+        twin = TextStream(tokenizer, ["\x00never\x00"], prompt_ids=prompt)
+        while rest:
+            size = rng.randint(1, 5)
+            plain.append(rest[:size])
+            twin.append(rest[:size])
+            rest = rest[size:]
+        assert plain.finish() is not None and twin.finish() is not None
+        assert plain.text == twin.text
+        assert plain.num_tokens == twin.num_tokens == 50
 
 
 def expected_stream(

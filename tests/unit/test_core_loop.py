@@ -1,0 +1,268 @@
+"""The loop of a core in a process of its own, without processes: commands in, messages out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stoop.config.schema import CacheConfig, ScheduleConfig
+from stoop.core.messages import Delta, EngineRequest
+from stoop.core.step import RowResult, StepPlan, StepResult, TokenScores
+from stoop.engine.core import EngineCore
+from stoop.engine.core_loop import (
+    BUSY_SECONDS,
+    IDLE_SECONDS,
+    MAX_FAILURES,
+    CoreBroken,
+    CoreLoop,
+)
+from stoop.engine.wire import (
+    Abort,
+    Add,
+    Decoder,
+    Deltas,
+    Heartbeat,
+    Lost,
+    Reply,
+    ResetPrefixCache,
+    Stop,
+    encode,
+)
+from support.scheduling import make_rules
+
+
+class Counting:
+    """An executor without a model: token i of each answer is i. It fails for chosen requests."""
+
+    num_blocks = 64
+    block_bytes = 1
+    caches_prefixes = True
+    draft_seconds = 0.0
+    busy = False
+    wants_scores = False
+
+    def __init__(self) -> None:
+        self.drafting = True
+        self.num_tokens: dict[int, int] = {}  # by slot
+        self.steps: list[StepResult] = []
+        self.fails: Callable[[StepPlan], bool] = lambda plan: False
+
+    def launch(self, plan: StepPlan) -> "Counting":
+        for admission in plan.admissions:
+            done = len(admission.token_ids) - admission.num_prompt_tokens
+            self.num_tokens[admission.slot] = done
+        if self.fails(plan):
+            raise RuntimeError("the device\nsays no")
+        rows = []
+        for row in plan.rows:
+            rows.append(RowResult(row.request_id, row.epoch, [self.num_tokens[row.slot]]))
+            self.num_tokens[row.slot] += 1
+        self.steps.append(StepResult(plan.index, rows))
+        return self
+
+    def result(self) -> StepResult:
+        return self.steps.pop(0)
+
+    def end_step(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+    def forget_rows(self) -> None:
+        self.steps.clear()
+
+
+class Bench:
+    """A loop over two slots, its messages, and a clock that tests set."""
+
+    def __init__(self, run_ahead: int = 0) -> None:
+        self.executor = Counting()
+        schedule = ScheduleConfig(128, 2, 64, True, run_ahead=run_ahead)
+        core = EngineCore(schedule, CacheConfig(block_size=4), self.executor)
+        self.messages: list[Any] = []
+        self.now = 0.0
+        self.is_fatal = False
+        self.loop = CoreLoop(
+            core, self.messages.append, lambda error: self.is_fatal, lambda: self.now
+        )
+
+    def add(self, *names: str, max_tokens: int = 5) -> None:
+        rules = make_rules(max_tokens)
+        self.loop.take(Add([EngineRequest(name, (1, 2, 3), rules) for name in names]))
+
+    def run(self, num_turns: int = 1000) -> None:
+        while self.loop.has_work and num_turns:
+            self.loop.turn()
+            num_turns -= 1
+
+    def of(self, kind: type) -> list[Any]:
+        return [each for each in self.messages if type(each) is kind]
+
+    def tokens(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for message in self.of(Deltas):
+            for delta in message.deltas:
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+        return found
+
+
+def test_requests_run_to_their_end() -> None:
+    bench = Bench()
+    bench.add("a", "b", "c")
+    bench.run()
+    assert bench.tokens() == {key: [0, 1, 2, 3, 4] for key in "abc"}
+    assert [d.finish_reason for d in bench.of(Deltas)[-1].deltas] == ["length"]
+    assert not bench.of(Lost)
+
+
+def test_an_abort_is_silent_and_unknown_ids_are_ignored() -> None:
+    bench = Bench()
+    bench.add("a", "b", max_tokens=50)
+    bench.run(3)
+    bench.loop.take(Abort(["a", "never", "b"]))
+    assert not bench.loop.has_work
+    num_messages = len(bench.messages)
+    bench.loop.turn()
+    (last,) = bench.messages[num_messages:]  # the loop tells at once that it is idle
+    assert last.metrics["kv_cache_usage"] == 0 and last.metrics["num_requests_running"] == 0
+    bench.loop.take(Abort(["a"]))
+    assert not bench.of(Lost)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_failing_step_loses_its_own_requests_only(run_ahead: int) -> None:
+    bench = Bench(run_ahead)
+    bench.add("a", "b", "c", "d")  # two at a time
+    bench.run(2)
+    bench.executor.fails = lambda plan: plan.rows[0].request_id in "ab"
+    bench.run(2)
+    (lost,) = bench.of(Lost)
+    assert set(lost.request_ids) == {"a", "b"}
+    assert lost.sentence == (
+        "a step of the engine failed (RuntimeError: the device says no): retry"
+    )
+    bench.run()
+    found = bench.tokens()
+    assert found["c"] == found["d"] == [0, 1, 2, 3, 4] and len(found["a"]) < 5
+    bench.loop.core.scheduler.check_idle()
+
+
+def test_requests_outside_the_failing_step_go_on_from_their_tokens() -> None:
+    bench = Bench()
+    bench.add("a", "b", max_tokens=6)
+    bench.run(3)
+    failing = iter([True])
+    # The plan at hand holds `b` alone, as after a chunked prompt took the budget.
+    schedule = bench.loop.core.scheduler.schedule
+
+    def only_b(**options: Any) -> StepPlan | None:
+        plan = schedule(**options)
+        assert plan is not None
+        if bench.executor.fails is never:
+            return plan
+        return StepPlan(plan.index, [row for row in plan.rows if row.request_id == "b"])
+
+    def never(plan: StepPlan) -> bool:
+        return False
+
+    def once(plan: StepPlan) -> bool:
+        bench.executor.fails = never
+        return next(failing)
+
+    bench.executor.fails = once
+    bench.loop.core.scheduler.schedule = only_b  # type: ignore[method-assign]
+    bench.run()
+    assert [each.request_ids for each in bench.of(Lost)] == [["b"]]
+    assert bench.tokens()["a"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_request_that_the_core_refuses_is_lost_alone() -> None:
+    bench = Bench()
+    bench.add("a", "a", "b")
+    (lost,) = bench.of(Lost)
+    assert lost.request_ids == ["a"] and "is in use" in lost.sentence
+    bench.run()
+    assert bench.tokens()["b"] == [0, 1, 2, 3, 4]
+
+
+def test_a_core_that_keeps_failing_is_given_up() -> None:
+    bench = Bench()
+    bench.executor.fails = lambda plan: True
+    bench.add(*(f"r{i}" for i in range(2 * MAX_FAILURES)))
+    for _ in range(MAX_FAILURES - 1):
+        bench.loop.turn()
+    with pytest.raises(CoreBroken, match="the device says no"):
+        bench.loop.turn()
+
+
+def test_an_error_that_breaks_the_device_ends_the_loop_at_once() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.executor.fails = lambda plan: True
+    bench.is_fatal = True
+    with pytest.raises(CoreBroken):
+        bench.loop.turn()
+
+
+def test_planning_that_fails_twice_loses_all_requests() -> None:
+    bench = Bench()
+    bench.add("a", "b", "c")
+
+    def fail(**options: Any) -> None:
+        raise ValueError("a bug")
+
+    scheduler = bench.loop.core.scheduler
+    plan, scheduler.schedule = scheduler.schedule, fail  # type: ignore[assignment]
+    bench.loop.turn()
+    assert bench.of(Lost) == [] and bench.loop.has_work
+    bench.loop.turn()
+    assert bench.of(Lost)[0].request_ids == ["a", "b", "c"] and not bench.loop.has_work
+    scheduler.schedule = plan  # type: ignore[method-assign]
+    bench.add("d")
+    bench.run()
+    assert bench.tokens()["d"] == [0, 1, 2, 3, 4]
+
+
+def test_heartbeats() -> None:
+    bench = Bench()
+    bench.loop.turn()
+    assert len(bench.of(Heartbeat)) == 1 and bench.loop.patience == IDLE_SECONDS
+    bench.now = IDLE_SECONDS / 2
+    bench.loop.turn()
+    assert len(bench.of(Heartbeat)) == 1 and bench.loop.patience == IDLE_SECONDS / 2
+    bench.now = IDLE_SECONDS
+    bench.add("a", max_tokens=90)
+    assert bench.loop.patience == 0
+    for beat in range(8):
+        bench.now = IDLE_SECONDS + beat * BUSY_SECONDS / 2
+        bench.loop.turn()
+    assert len(bench.of(Heartbeat)) == 1 + 4
+    assert bench.of(Heartbeat)[-1].metrics["num_requests_running"] == 1
+
+
+def test_commands_with_an_answer() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.loop.take(ResetPrefixCache(7))
+    bench.run()
+    bench.loop.take(ResetPrefixCache(8))
+    assert bench.of(Reply) == [Reply(7, False), Reply(8, True)]
+    bench.loop.take(Stop())
+    assert bench.loop.stopped
+
+
+def test_frames_survive_any_cut() -> None:
+    scores = [TokenScores([4, 5], [-0.25, -1.5], 1)]
+    messages = [
+        Deltas([Delta("a/0", [1, 2], None, None, 16, 3, 1), Delta("b/0", [], "stop", 9)]),
+        Heartbeat({"num_steps": 3}),
+        Deltas([Delta("c/1", [7], scores=scores, prompt_scores=scores, prompt_scores_start=2)]),
+        Abort(["a/0"]),
+    ]
+    stream = b"".join(map(encode, messages))
+    for size in (1, 7, 64, len(stream)):
+        decoder, found = Decoder(), []
+        for start in range(0, len(stream), size):
+            found += decoder.feed(stream[start : start + size])
+        assert found == messages
