@@ -16,6 +16,7 @@ from stoop.config.options import EngineArgs
 from stoop.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from stoop.core.prompts import TextPrompt, TokensPrompt
 from stoop.core.sampling_params import SamplingParams
+from stoop.core.structured import StructuredOutputs
 from stoop.version import __version__
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StoopError",
+    "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

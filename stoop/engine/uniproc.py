@@ -3,6 +3,8 @@
 from stoop.config.schema import Config
 from stoop.core.report import Report
 from stoop.core.step import StepPlan
+from stoop.core.structured import StructuredOutputs
+from stoop.grammar.compiler import PendingGrammar
 from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner
 from stoop.worker.spinning import share_cores
@@ -43,6 +45,9 @@ class UniprocExecutor:
     @property
     def busy(self) -> bool:
         return self._spin_control is not None and self._spin_control.busy
+
+    def compile_grammar(self, asked: StructuredOutputs) -> PendingGrammar:
+        return self.runner.grammars.store.request(asked)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)
