@@ -281,7 +281,7 @@ class EngineOptions:
     capture_structured: bool = field(
         default=False,
         metadata={
-            "help": "also capture whole steps of batches with structured outputs (graph_mode step); "
-            "without it these batches run as full"
+            "help": "also capture whole steps of batches with structured outputs, in graph_mode "
+            "step; without it these batches run as in graph_mode full"
         },
     )

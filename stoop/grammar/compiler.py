@@ -111,9 +111,7 @@ class _Compiler:
                 vocab_size=self._vocab_size,
                 stop_token_ids=[],  # a request has its own
             )
-            compiler = xgrammar.GrammarCompiler(
-                info, max_threads=MAX_THREADS, cache_enabled=False
-            )
+            compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
             self._loaded = vocabulary, compiler
         return self._loaded
 

@@ -93,8 +93,12 @@ class Follower:
             # A mask without any token is a dead end: `advance` will refuse what is drawn there.
             masked = masked and bool(bits[row].any())
             rows.append(row if masked else FREE)
+            if draft is None or draft in self._stop_ids:
+                break
+            if masked and not _allows(bits[row], draft):
+                break
             row += masked
-            if draft is None or draft in self._stop_ids or not self._take(draft):
+            if not self._take(draft):
                 break
             taken.append(free)
         self._take_back(taken)
@@ -114,6 +118,11 @@ class Follower:
         for _ in range(sum(taken)):
             assert self._free is not None
             self._free.pop()
+
+
+def _allows(words: Tensor, token: int) -> bool:
+    """Whether a mask allows a token. The library would log an error for some that it forbids."""
+    return bool(int(words[token // 32]) >> (token % 32) & 1)
 
 
 def make_free_text(marker: str | None, vocabulary: Vocabulary) -> FreeText | None:

@@ -43,7 +43,7 @@ _JOINS = ("anyOf", "oneOf", "allOf")
 _FORMATS = frozenset(
     (
         "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
-        "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
+        "uri-reference", "uri-template",
     )
 )  # fmt: skip
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -245,7 +245,7 @@ class _Node:
         for pattern in [*self._patterns()]:
             if not isinstance(pattern, str):
                 raise _refusal(f"has a pattern {shown(pattern)}", "use text")
-            check_regex("a pattern of structured_outputs.json", pattern)
+            check_regex("a pattern of structured_outputs.json", pattern, in_json=True)
 
     def _patterns(self) -> Iterator[Any]:
         if "pattern" in self.node:

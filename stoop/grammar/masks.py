@@ -149,6 +149,4 @@ class GrammarMasks:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    return torch.zeros(
-        tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
-    )
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")

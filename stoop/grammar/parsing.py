@@ -52,9 +52,19 @@ def _json(grammar: Any, asked: StructuredOutputs) -> Any:
     if asked.disable_additional_properties:
         schema = close_objects(schema)
     # Objects have the properties that the schema names, unless it says otherwise, as in vLLM.
-    return grammar.from_json_schema(
+    built = grammar.from_json_schema(
         json.dumps(schema), any_whitespace=not asked.disable_any_whitespace, strict_mode=True
     )
+    # The characters of a string with a bounded length: xgrammar 0.2.8 allows control characters
+    # there, which JSON forbids.
+    text = str(built)
+    if _LOOSE not in text:
+        return built
+    return grammar.from_ebnf(text.replace(_LOOSE, _STRICT))
+
+
+_LOOSE = r'([^\"\\\r\n])'
+_STRICT = r'([^\0-\x1f\"\\])'
 
 
 def _json_object(grammar: Any, asked: StructuredOutputs) -> Any:
@@ -97,6 +107,4 @@ def read_json(name: str, text: Any) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(
-            f"structured_outputs.{name} is not JSON ({error}): correct it"
-        ) from None
+        raise RequestError(f"structured_outputs.{name} is not JSON ({error}): correct it") from None

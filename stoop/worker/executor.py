@@ -78,9 +78,7 @@ class PhaseExecutor:
         self._segments: dict[tuple[RunMode, bool, bool], list[Segment]] = {}
         self._captured: list[States] = []  # graphs read them: they stay
 
-    def segments(
-        self, mode: RunMode, drafting: bool = True, masked: bool = False
-    ) -> list[Segment]:
+    def segments(self, mode: RunMode, drafting: bool = True, masked: bool = False) -> list[Segment]:
         found = self._segments.get((mode, drafting, masked))
         if found is None:
             # A graph that holds drafting together with other phases drafts in any case.

@@ -14,14 +14,14 @@ from stoop.batch.staging import StagedWrites
 from stoop.config.schema import Config
 from stoop.core.report import Report
 from stoop.core.step import PlannedRow, StepPlan, StepResult
+from stoop.grammar.compiler import GrammarStore
+from stoop.grammar.masks import GrammarMasks
 from stoop.graph.buffers import Buffer
 from stoop.graph.cuda import CudaGraphBackend
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape
 from stoop.graph.phases import check_order
 from stoop.graph.tape import TapeBackend
-from stoop.grammar.compiler import GrammarStore
-from stoop.grammar.masks import GrammarMasks
 from stoop.layers.attention import Attention
 from stoop.layers.stateful import StatefulLayer, number_layers, stateful_layers
 from stoop.model_state.base import ModelStateSetup
@@ -66,7 +66,7 @@ class _Dispatched:
 
 
 class ModelRunner:
-    """Loads a model and its drafter, sizes their states, captures graphs, and runs planned steps."""
+    """Loads a model and its drafter, sizes their states, captures graphs, runs planned steps."""
 
     def __init__(self, config: Config, report: Report | None = None) -> None:
         self.config = config

@@ -25,7 +25,6 @@ from stoop.sampling.state import SamplingState
 from stoop.sampling.verifier import Verdict, Verifier
 from stoop.spec.base import Pass
 
-
 MASK_BUFFERS = ("mask_bits", "mask_rows")  # the host writes them, for batches with a grammar
 
 
