@@ -1,8 +1,6 @@
 """Prints results as a table and a JSON line."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stoop.bench.json_line import print_json
 from stoop.bench.offline import LatencyResult, Load, RunResult, TokenTimes
 from stoop.bench.peer import PeerLoad, PeerResult
 from stoop.bench.profile import KernelRow, short_name
 from stoop.bench.spec import SpecResult
 from stoop.bench.step import StepLoad, StepReport, device_name
-from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
 
 PERCENTILES = (50, 90, 99)
@@ -285,22 +283,3 @@ def _add_times(table: Table, times: dict[str, dict[str, float]]) -> None:
     }
     for key, name in names.items():
         table.add_row(name, *(f"{value:.1f} ms" for value in times[key].values()))
-
-
-def print_json(record: dict[str, Any], out: Path | None = None) -> None:
-    """Print a benchmark's last line, and also write it to `out`."""
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, float):
-            return float(f"{value:.5g}")
-        if isinstance(value, dict):
-            return {key: rounded(entry) for key, entry in value.items()}
-        return [rounded(entry) for entry in value] if isinstance(value, list) else value
-
-    line = json.dumps(rounded(record))
-    print(line, flush=True)  # first, so that a full disk does not lose the result
-    if out is not None:
-        try:
-            out.write_text(line + "\n")
-        except OSError as error:
-            raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None

@@ -31,7 +31,7 @@ class StructuredOutputs:
     after: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name)]
+        given = [name for name in KINDS if _is_set(getattr(self, name))]
         if len(given) != 1:
             found = " and ".join(given) if given else "none"
             raise RequestError(
@@ -48,7 +48,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        return next(name for name in KINDS if getattr(self, name))
+        return next(name for name in KINDS if _is_set(getattr(self, name)))
 
     @staticmethod
     def of(value: Any) -> "StructuredOutputs | None":
@@ -64,6 +64,11 @@ class StructuredOutputs:
             if name not in known:
                 raise RequestError(unknown_name("field of structured_outputs", name, known))
         return StructuredOutputs(**{k: v for k, v in value.items() if v is not None})
+
+
+def _is_set(value: Any) -> bool:
+    """An empty schema is one, too: it allows any JSON."""
+    return value is not None and value is not False
 
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

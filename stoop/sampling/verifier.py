@@ -75,6 +75,8 @@ class Verifier:
         logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 without drafts
         where: positions of the logits; None if all rows take the likeliest token
         """
+        if needs.masked:
+            self.sampler.mask_(logits, batch.num_reqs_padded)
         if where is None:
             chosen = greedy(logits)
         else:

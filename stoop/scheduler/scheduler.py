@@ -90,11 +90,15 @@ class Scheduler:
 
     # ---- requests come and go ----
 
-    def add(self, request: Request) -> None:
-        """Queue a request, or refuse one that could never run."""
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never run."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use: choose another")
         self.limits.check(request.num_prompt_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse one that could never run."""
+        self.check(request)
         request.arrival = self._num_arrivals
         wanted = request.num_prompt_tokens + request.rules.max_tokens
         request.token_limit = min(wanted, self.config.max_model_len)
@@ -102,7 +106,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.waiting.push(request)
 
-    def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request, waiting or running. Results still in flight will be ignored."""
         if request.finished:
             return
@@ -179,6 +183,8 @@ class Scheduler:
             if request is None or request.epoch != row.epoch:
                 continue  # it finished, was aborted or was preempted after the launch
             new_ids, num_drafts = self._take_tokens(request, row), row.num_drafts
+            if row.error is not None:
+                self.finish(request, "error", row.error)
             delta = Delta(
                 row.request_id,
                 new_ids,

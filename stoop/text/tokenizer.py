@@ -69,6 +69,15 @@ class Tokenizer:
         """How many tokens there are, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def tokens(self) -> dict[str, int]:
+        """The id of every token, added ones included, as the vocabulary spells them."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def decoder_settings(self) -> str:
+        """How tokens are joined to text, as tokenizer.json has it: JSON."""
+        decoder = self._backend.decoder
+        return "null" if decoder is None else decoder.__getstate__().decode()
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.core.step import PlannedRow, RowResult, StepResult, TokenScores
+from stoop.grammar.masks import GrammarMasks
 from stoop.models.base import Model
 from stoop.ops.sampling import score
 from stoop.sampling.verifier import Verdict
@@ -139,7 +140,14 @@ class LaunchedStep:
     batch: InputBatch
     output: StepOutput
     reader: ScoreReader
-    wants_scores: bool  # hidden states must stay as they are until the result is read
+    has_scores: bool
+    grammars: GrammarMasks | None = None  # if a row has one
+
+    @property
+    def wants_scores(self) -> bool:
+        """Hidden states must stay as they are until the result is read, and masks of the next step
+        depend on it."""
+        return self.has_scores or self.grammars is not None
 
     def result(self) -> StepResult:
         self.output.wait()
@@ -153,7 +161,9 @@ class LaunchedStep:
             RowResult(row.request_id, row.epoch, tokens[:count], drafts)
             for row, tokens, count, drafts in found
         ]
-        if self.wants_scores:
+        if self.grammars is not None:
+            self.grammars.advance(batch.plan_rows, rows)
+        if self.has_scores:
             self._add_scores(rows)
         return StepResult(self.index, rows)
 

@@ -4,10 +4,14 @@ import typer
 
 from stoop.cli.bench.harm import harm
 from stoop.cli.bench.questions import acceptance, accuracy
+from stoop.cli.bench.serve import serve
 from stoop.cli.bench.speed import graphs, latency, spec, throughput
 from stoop.cli.bench.steps import peer, profile, step
 
-COMMANDS = (throughput, latency, step, profile, peer, graphs, spec, acceptance, accuracy, harm)
+COMMANDS = (
+    *(throughput, latency, serve, step, profile, peer, graphs, spec),
+    *(acceptance, accuracy, harm),
+)
 
 bench = typer.Typer(
     help="Run a benchmark. The last line of its output is JSON.", no_args_is_help=True
