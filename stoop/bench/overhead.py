@@ -23,7 +23,7 @@ from typing import Any
 
 from stoop.async_llm import AsyncLLM
 from stoop.bench.apart import run_apart
-from stoop.bench.serve import Load, Plan, agree, run_load
+from stoop.bench.serve import Load, Plan, agree, find_model, run_load
 from stoop.bench.serve_http import Server
 from stoop.bench.serve_prompts import Prompts
 from stoop.config.errors import StoopError
@@ -125,7 +125,7 @@ async def _measure_async(engine: Engine, work: Work) -> Figures:
         async for _ in stream:
             first.append(time.perf_counter() - started)
             break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
     waiting = iter(work.prompts)
 
     async def client() -> None:
@@ -146,7 +146,7 @@ def measure_server(engine: Engine, work: Work) -> Figures:
     with running_server(engine) as url:
         server = Server.parse(url, None)
         prompts = TokenPrompts(
-            model="",
+            model=find_model(server),
             chat=False,
             output_len=work.output_len,
             input_len=0,
@@ -157,11 +157,10 @@ def measure_server(engine: Engine, work: Work) -> Figures:
         plan = Plan(server, prompts, Load(concurrency=1, num_requests=len(work.alone)), TIMEOUT)
         plan = agree(plan)
         alone = run_load(plan, 1, lambda done: None)
+        every = replace(prompts, prompts=tuple(map(tuple, work.prompts)), usage=plan.prompts.usage)
         load = Load(concurrency=work.clients, num_requests=len(work.prompts))
-        prompts = replace(plan.prompts, prompts=tuple(map(tuple, work.prompts)))  # type: ignore[call-arg]
-        outcome = run_load(
-            replace(plan, prompts=prompts, load=load), engine.processes, lambda done: None
-        )
+        plan = replace(plan, prompts=every, load=load)
+        outcome = run_load(plan, engine.processes, lambda done: None)
     failed = [answer for answer in outcome.answers + alone.answers if not answer.ok]
     if failed:
         raise SideFailed(f"{len(failed)} requests failed, one with {failed[0].error}")

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stoop.bench.overhead import Figures
 from stoop.bench.json_line import print_json
+from stoop.bench.overhead import Figures
 
 
 def print_overhead(
