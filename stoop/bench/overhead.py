@@ -15,6 +15,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -201,10 +202,12 @@ def running_server(engine: Engine) -> Iterator[str]:
                 break
         else:
             raise SideFailed(f"the server did not start: {''.join(lines[-3:]).strip()}")
+        # It logs every request, and would wait once the pipe is full.
+        reader = threading.Thread(target=process.stderr.read, daemon=True)
+        reader.start()
         yield found.group()
     finally:
         process.terminate()
-        process.stderr.close()
         process.wait(timeout=60)
 
 
