@@ -142,6 +142,7 @@ class RequestTimes:
     finished: float | None = None
     last_token: float | None = None
     arrival_time: float = 0.0  # on the clock of `time.time`
+    admitted: float | None = None  # the scheduler gave it a slot; before that it waited
 
 
 @dataclass(frozen=True)

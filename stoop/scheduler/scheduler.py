@@ -13,6 +13,7 @@ The scheduler holds numbers only and imports no torch.
 """
 
 import itertools
+import time
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -192,6 +193,8 @@ class Scheduler:
                 delta.scores = row.scores[: len(new_ids)]
                 delta.prompt_scores = row.prompt_scores
                 delta.prompt_scores_start = row.prompt_scores_start
+            if request.admitted is not None:
+                delta.admitted, request.admitted = request.admitted, None
             deltas.append(delta)
         return deltas
 
@@ -286,6 +289,7 @@ class Scheduler:
         self.prefix_cache.count(request, request.num_computed)
         if request.num_cached is None:
             request.num_cached = request.num_computed
+            request.admitted = time.perf_counter()
             self.stats.num_prompt_tokens += request.num_prompt_tokens
 
     def _make_room(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:

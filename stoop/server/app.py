@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
     name = settings.model_names[0]
     metrics = make_metrics(llm, name, settings.metrics_names == "vllm")
-    return Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
+    service = Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
+    metrics.http_open = lambda: service.num_requests
+    return service
 
 
 def make_app(service: Service) -> Any:

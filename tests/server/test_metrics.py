@@ -106,7 +106,7 @@ OURS_FOR_VLLM = {
         "stoop_request_params_max_tokens",
     ],
 }
-TIMES = SimpleNamespace(arrival=10.0, scheduled=10.5, first_token=11.0, last_token=13.0)
+TIMES = SimpleNamespace(arrival=10.0, admitted=10.5, first_token=11.0, last_token=13.0)
 TIMES.finished = 13.25
 
 
@@ -215,7 +215,7 @@ def test_values_come_from_the_server() -> None:
 
 def test_a_request_that_never_started_has_no_times_of_tokens() -> None:
     metrics = ServerMetrics(FakeCore(), "a model", False)
-    times = RequestTimes(arrival=1.0, finished=3.0)  # the engine's own class, without `scheduled`
+    times = RequestTimes(arrival=1.0, finished=3.0)
     metrics.observe(times, num_prompt=3, num_cached=None, num_output=0, finish_reason="abort")
     assert value(metrics, "stoop_e2e_request_latency_seconds_sum") == 2.0
     assert value(metrics, "stoop_request_decode_time_seconds_count") == 0
