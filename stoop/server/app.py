@@ -46,7 +46,7 @@ def make_app(service: Service) -> Any:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
     )
-    add_handlers(app)
+    add_handlers(app, lambda: service.llm.state)
     _add_generation(app, service)
     _add_models(app, service)
     _add_tokens(app, service)
