@@ -55,9 +55,7 @@ def take(url: str, options: argparse.Namespace) -> None:
         )
         page.goto(url)
         page.wait_for_selector("#state[data-state=good]")
-        page.evaluate("document.querySelector('#settings').open = true")
-        page.fill("#max-tokens", "120")
-        page.evaluate("document.querySelector('#settings').open = false")
+        page.evaluate("document.querySelector('#max-tokens').value = 120")
         for question in ("Hello!", options.prompt):  # the first one warms up
             page.click("#new-chat")
             page.fill("#prompt", question)

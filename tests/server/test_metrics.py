@@ -1,6 +1,8 @@
 """Metrics: both sets of names, their values, restarts of the core, and scrapes without one."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -321,3 +323,15 @@ def test_names_are_unique() -> None:
     tables += (metric_names.CORE_COUNTER_GROUPS, metric_names.HISTOGRAMS)
     keys = [metric.key for table in tables for metric in table]
     assert len(keys) == len(set(keys))
+
+
+def test_the_document_names_every_metric() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    written = set(re.findall(r"`((?:stoop_|vllm:)\w+)`", text))
+    exposed = set()
+    for vllm in (False, True):
+        for name, family in families(used(FakeCore(), vllm)).items():
+            if not name.startswith("process_"):
+                exposed.add(f"{name}_total" if family.type == "counter" else name)
+    # What the text says of vLLM's LoRA metric is that there is none.
+    assert written - {"stoop_", "vllm:lora_requests_info"} == exposed
