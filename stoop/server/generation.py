@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import Logprob, RequestOutput, RequestTimes
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import ApiError, as_api_error, unavailable
+from stoop.server.errors import CLIENT_GONE, INTERNAL, ApiError, as_api_error, unavailable
 from stoop.server.hooks import NO_TRACE, RequestTrace
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
@@ -85,16 +85,17 @@ class Generation:
         try:
             with self.service.admitted(self.num_choices):
                 self.service.metrics.request_arrived()
-                try:
-                    yield
-                finally:
-                    self._end()
+                yield
         except BaseException as error:
-            state = self.service.llm.state
-            found = as_api_error(error, state) if isinstance(error, Exception) else None
-            code = found.status_code if found else 500 if isinstance(error, Exception) else 499
-            self.trace.fail(code, found.message if found else type(error).__name__)
+            found = None
+            if isinstance(error, Exception):
+                found = as_api_error(error, self.service.llm.state) or ApiError(500, INTERNAL)
+            code = found.status_code if found else CLIENT_GONE
+            self.trace.fail(code, found.message if found else "the client has gone")
+            if found is None or code >= 500:  # else it was refused before it began
+                self._end()
             raise
+        self._end()
         self.trace.end(
             self._times(),
             num_prompt=self.num_prompt,

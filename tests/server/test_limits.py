@@ -381,6 +381,11 @@ def test_metrics_are_told():
     metrics.calls.clear()
     post(app, CHAT, {"messages": []})
     assert metrics.calls == [("refused", (400,), {})]
+    metrics.calls.clear()
+    post(app, CHAT, {**ASK, "n": 5, "logprobs": True})
+    service.num_open = service.capacity
+    post(app, CHAT, ASK)
+    assert [name for name, _, _ in metrics.calls][-2:] == ["observe", "refused"]
 
 
 # ---- settings ----

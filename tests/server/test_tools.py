@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from stoop.server.conversation import after_reasoning
 from stoop.server.pieces import Content, Parts, PlainReader
 from stoop.server.reasoning import ReasoningReader
 from stoop.server.tools import FORMATS, choose_format
@@ -165,6 +166,25 @@ def test_forced_calls_match_their_grammar(name):
     assert not grammar.accepts("")
     alone = Grammar(FORMATS[name].forced(TOOLS, parallel=False))
     assert not alone.accepts(texts[name])
+
+
+@pytest.mark.parametrize(
+    ("structure", "good", "bad"),
+    [
+        ({"json_object": True}, '{"a": 1}', "[1]"),
+        ({"json": '{"type": "integer"}'}, "12", '"x"'),
+        ({"regex": "[ab]+"}, "ab", "c"),
+        ({"choice": ["yes", "no"]}, "yes", "maybe"),
+        ({"grammar": 'root ::= "x" | "y"'}, "y", "z"),
+    ],
+)
+def test_reasoning_before_a_structured_answer(structure, good, bad):
+    grammar = Grammar(after_reasoning(structure, opened=False))
+    for thought in ("", "<think>hm < </think>", "<think>hm</think>\n\n"):
+        assert grammar.accepts(thought + good)
+        assert not grammar.accepts(thought + bad)
+    assert not grammar.accepts("hm " + good)
+    assert after_reasoning(structure, opened=True) == {**structure, "after": "</think>"}
 
 
 class Grammar:
