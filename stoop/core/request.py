@@ -77,8 +77,8 @@ class Request:
     num_computed: int = 0  # tokens whose KV is written; an upper bound while steps are in flight
     num_cached: int | None = None  # prompt tokens that its first admission found in the cache
     num_preemptions: int = 0
-    finish_reason: str | None = None  # stop, length or abort
-    stop_reason: int | None = None  # the token that stopped it
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | str | None = None  # the token that stopped it; of an error, why
 
     # What it holds while running.
     slot: int = -1
