@@ -31,8 +31,8 @@ class Delta:
 
     request_id: str
     token_ids: list[int]  # new ones; the last may be the one that ended the request
-    finish_reason: str | None = None  # stop, length or abort
-    stop_reason: int | None = None  # the token that stopped it
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | str | None = None  # the token that stopped it; of an error, why
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None: not started
     num_drafts: int = 0  # drafts that this step verified
     num_accepted: int = 0  # and how many of them it accepted

@@ -78,8 +78,8 @@ class Request:
     num_cached: int | None = None  # prompt tokens that its first admission found in the cache
     admitted: float | None = None  # when it was first admitted, until a delta has told it
     num_preemptions: int = 0
-    finish_reason: str | None = None  # stop, length or abort
-    stop_reason: int | None = None  # the token that stopped it
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | str | None = None  # the token that stopped it; of an error, why
 
     # What it holds while running.
     slot: int = -1

@@ -80,6 +80,7 @@ class RowResult:
     scores: Sequence[TokenScores] = ()  # one per token, if asked for
     prompt_scores: Sequence[TokenScores] = ()  # of this chunk, if asked for
     prompt_scores_start: int = 0  # index of the prompt token that the first of them scores
+    failed: bool = False  # the target has no token after these, all of them accepted drafts
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 
+NO_TOKEN = (
+    "the model's logits are NaN or rule out every token: check the model's files, and whether its "
+    "numbers fit the dtype (float16 overflows where bfloat16 does not)"
+)
+
 
 @dataclass
 class SchedulerStats:
@@ -103,7 +108,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.waiting.push(request)
 
-    def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request, waiting or running. Results still in flight will be ignored."""
         if request.finished:
             return
@@ -187,7 +192,7 @@ class Scheduler:
                 request.stop_reason,
                 request.num_cached,
                 num_drafts,
-                len(row.token_ids) - 1 if num_drafts else 0,
+                len(row.token_ids) - (not row.failed) if num_drafts else 0,
             )
             if row.scores or row.prompt_scores:
                 delta.scores = row.scores[: len(new_ids)]
@@ -416,6 +421,8 @@ class Scheduler:
         """Append a row's tokens, up to one that ends the request; returns those appended."""
         request.land()
         new_ids = row.token_ids
+        if row.failed:
+            return self._fail(request, row)
         if row.num_drafts:
             self.stats.spec.add(row.num_drafts, len(new_ids) - 1)
         known = request.token_ids
@@ -431,14 +438,33 @@ class Scheduler:
 
     def _take_last_tokens(self, request: Request, new_ids: list[int]) -> list[int]:
         """As `_take_tokens`, one token at a time: any of them may end the request."""
+        taken = self._append(request, new_ids)
+        if not request.finished:
+            self._settle(request, bool(new_ids))
+        return taken
+
+    def _append(self, request: Request, new_ids: list[int]) -> list[int]:
+        """Append tokens up to one that ends the request; returns those appended."""
         for count, token in enumerate(new_ids, start=1):
             request.token_ids.append(token)
             self.stats.num_generated_tokens += 1
             self._end(request, token)
             if request.finished:
                 return new_ids[:count]
-        self._settle(request, bool(new_ids))
         return new_ids
+
+    def _fail(self, request: Request, row: RowResult) -> list[int]:
+        """There is no next token: end the request, unless an accepted draft ended it before.
+
+        What it computed may be NaN too, so no other request may find its blocks.
+        """
+        if row.num_drafts:
+            self.stats.spec.add(row.num_drafts, len(row.token_ids))
+        taken = self._append(request, row.token_ids)
+        if not request.finished:
+            self.prefix_cache.withdraw(request)
+            self.finish(request, "error", NO_TOKEN)
+        return taken
 
     def _settle(self, request: Request, has_new_tokens: bool) -> None:
         """A step's tokens are known. Rejected drafts were computed too, but do not count."""
