@@ -3,9 +3,12 @@
 import json
 import os
 import shutil
+import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,29 @@ def test_metrics_count_what_was_served(server: ServerProcess) -> None:
     assert after["stoop_steps_total"] > 0 and after["stoop_tokens_computed_total"] > 0
     parts = [after[f"stoop_request_{part}_time_seconds_sum"] for part in ("queue", "inference")]
     assert sum(parts) <= after["stoop_e2e_request_latency_seconds_sum"] + 0.01
+
+
+def test_a_killed_core(server: ServerProcess, page: Page) -> None:
+    """Scrapes go on, counters do not fall, and the page says what happens."""
+    seen = [samples(server)]
+    os.kill(json.loads(ask(server, "/stats"))["core_pid"], signal.SIGKILL)
+    expect(page.locator("#state")).to_have_text("restarting")
+    deadline = time.monotonic() + 60
+    while seen[-1]["stoop_core_restarts_total"] < 1 or seen[-1]["stoop_core_healthy"] < 1:
+        seen.append(samples(server))
+        assert time.monotonic() < deadline, seen[-1]
+        time.sleep(0.05)
+    expect(page.locator("#state")).to_have_text("ready")
+    asked = {"messages": [{"role": "user", "content": "falcon"}], "max_tokens": 5}
+    ask(server, "/v1/chat/completions", asked)
+    while seen[-1]["stoop_generation_tokens_total"] < seen[0]["stoop_generation_tokens_total"] + 5:
+        seen.append(samples(server))
+        assert time.monotonic() < deadline, seen[-1]
+        time.sleep(0.05)
+    assert min(each["stoop_core_healthy"] for each in seen) == 0
+    for earlier, later in pairwise(seen):
+        names = [name for name in later if name.endswith("_total") and "process_" not in name]
+        assert [name for name in names if later[name] < earlier.get(name, 0)] == []
 
 
 def test_files_of_the_page_need_no_key(server: ServerProcess) -> None:
