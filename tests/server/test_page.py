@@ -66,7 +66,7 @@ class opened:
             ),
         )
         page.goto(self.url)
-        expect(page.locator("#state")).not_to_be_empty()
+        page.wait_for_selector("#state:not([data-state=wait])")
         page.problems = self.problems  # type: ignore[attr-defined]
         return page
 
