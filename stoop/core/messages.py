@@ -39,3 +39,4 @@ class Delta:
     scores: Sequence[TokenScores] = ()  # one per new token, if asked for
     prompt_scores: Sequence[TokenScores] = ()  # if asked for
     prompt_scores_start: int = 0  # index of the prompt token that the first of them scores
+    admitted: float | None = None  # `time.perf_counter` of the admission; in the first delta only

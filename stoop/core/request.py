@@ -77,6 +77,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     num_computed: int = 0  # tokens whose KV is written; an upper bound while steps are in flight
     num_cached: int | None = None  # prompt tokens that its first admission found in the cache
+    admitted: float | None = None  # when it was first admitted, until a delta has told it
     num_preemptions: int = 0
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | str | None = None  # the token that stopped it; of an error, a sentence

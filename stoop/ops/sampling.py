@@ -251,11 +251,13 @@ def draw(
     purpose: Purpose = Purpose.SAMPLE,
     slot: Tensor | None = None,
     tempers: bool = False,
+    checks: bool = False,
 ) -> Tensor:
     """[n] int64: a draw from softmax(logits); the argmax at temperature 0.
 
     temperature, seeds: [n]; positions: [n], always by row
     tempers: divide by the temperature here; otherwise the logits are tempered already
+    checks: -1 for a row without a best token, as in `greedy`
     """
     temperature, seeds = _rows(slot, temperature, seeds)
     if tempers:
@@ -263,13 +265,19 @@ def draw(
         temper_(logits, temperature)
     noise = gumbel(seeds, positions, purpose, logits.shape[1])
     noise.mul_((temperature > 0)[:, None])
-    return (logits + noise).argmax(dim=1)
+    return greedy.reference(logits + noise, checks)
 
 
 @op("logits")
-def greedy(logits: Tensor) -> Tensor:
-    """[n] int64: the likeliest token, the first of equal ones."""
-    return logits.argmax(dim=1)
+def greedy(logits: Tensor, checks: bool = False) -> Tensor:
+    """[n] int64: the likeliest token, the first of equal ones.
+
+    checks: -1 for a row without a best token: one has NaN, or all are -inf
+    """
+    best = logits.argmax(dim=1)
+    if not checks:
+        return best
+    return torch.where(logits.gather(1, best[:, None]).squeeze(1) > NEVER, best, -1)
 
 
 @op("logits")

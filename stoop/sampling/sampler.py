@@ -134,13 +134,20 @@ class Sampler:
             max(needs.top_k_width, 0),
         )
 
-    def draw(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> Tensor:
-        """[n] int64: a token for each adjusted row; greedy rows take the likeliest."""
+    def draw(
+        self, logits: Tensor, where: Positions, needs: SamplingNeeds, checks: bool = False
+    ) -> Tensor:
+        """[n] int64: a token for each adjusted row; greedy rows take the likeliest.
+
+        checks: -1 for a row without one: its logits have NaN, or every token is ruled out
+        """
         if not needs.noise:
-            return ops.greedy(logits)
+            return ops.greedy(logits, checks)
         # The token to come is number `num_tokens` of its request: the key of its noise.
         state, positions = self.state, where.num_tokens
-        return ops.draw(logits, state.temperature, state.seeds, positions, slot=where.slot)
+        return ops.draw(
+            logits, state.temperature, state.seeds, positions, slot=where.slot, checks=checks
+        )
 
     def _edit_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
         state, slots, slot = self.state, self.slots, where.slot

@@ -13,6 +13,7 @@ The scheduler holds numbers only and imports no torch.
 """
 
 import itertools
+import time
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,6 +27,11 @@ from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepP
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
+
+NO_TOKEN = (
+    "the model's logits are NaN or rule out every token: check the model's files, and whether its "
+    "numbers fit the dtype (float16 overflows where bfloat16 does not)"
+)
 
 
 @dataclass
@@ -192,12 +198,14 @@ class Scheduler:
                 request.stop_reason,
                 request.num_cached,
                 num_drafts,
-                len(row.token_ids) - 1 if num_drafts else 0,
+                len(row.token_ids) - (not row.failed) if num_drafts else 0,
             )
             if row.scores or row.prompt_scores:
                 delta.scores = row.scores[: len(new_ids)]
                 delta.prompt_scores = row.prompt_scores
                 delta.prompt_scores_start = row.prompt_scores_start
+            if request.admitted is not None:
+                delta.admitted, request.admitted = request.admitted, None
             deltas.append(delta)
         return deltas
 
@@ -292,6 +300,7 @@ class Scheduler:
         self.prefix_cache.count(request, request.num_computed)
         if request.num_cached is None:
             request.num_cached = request.num_computed
+            request.admitted = time.perf_counter()
             self.stats.num_prompt_tokens += request.num_prompt_tokens
 
     def _make_room(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
@@ -418,6 +427,8 @@ class Scheduler:
         """Append a row's tokens, up to one that ends the request; returns those appended."""
         request.land()
         new_ids = row.token_ids
+        if row.failed:
+            return self._fail(request, row)
         if row.num_drafts:
             self.stats.spec.add(row.num_drafts, len(new_ids) - 1)
         known = request.token_ids
@@ -433,14 +444,33 @@ class Scheduler:
 
     def _take_last_tokens(self, request: Request, new_ids: list[int]) -> list[int]:
         """As `_take_tokens`, one token at a time: any of them may end the request."""
+        taken = self._append(request, new_ids)
+        if not request.finished:
+            self._settle(request, bool(new_ids))
+        return taken
+
+    def _append(self, request: Request, new_ids: list[int]) -> list[int]:
+        """Append tokens up to one that ends the request; returns those appended."""
         for count, token in enumerate(new_ids, start=1):
             request.token_ids.append(token)
             self.stats.num_generated_tokens += 1
             self._end(request, token)
             if request.finished:
                 return new_ids[:count]
-        self._settle(request, bool(new_ids))
         return new_ids
+
+    def _fail(self, request: Request, row: RowResult) -> list[int]:
+        """There is no next token: end the request, unless an accepted draft ended it before.
+
+        What it computed may be NaN too, so no other request may find its blocks.
+        """
+        if row.num_drafts:
+            self.stats.spec.add(row.num_drafts, len(row.token_ids))
+        taken = self._append(request, row.token_ids)
+        if not request.finished:
+            self.prefix_cache.withdraw(request)
+            self.finish(request, "error", NO_TOKEN)
+        return taken
 
     def _settle(self, request: Request, has_new_tokens: bool) -> None:
         """A step's tokens are known. Rejected drafts were computed too, but do not count."""

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
     name = settings.model_names[0]
     metrics = make_metrics(llm, name, settings.metrics_names == "vllm")
-    return Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
+    service = Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
+    metrics.http_open = lambda: service.num_requests
+    return service
 
 
 def make_app(service: Service) -> Any:
@@ -44,7 +46,7 @@ def make_app(service: Service) -> Any:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
     )
-    add_handlers(app)
+    add_handlers(app, lambda: service.llm.state)
     _add_generation(app, service)
     _add_models(app, service)
     _add_tokens(app, service)

@@ -3,6 +3,7 @@
 Chat completions and responses differ in their shapes only; what they mean is decided here.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,13 @@ from stoop.server.errors import refuse
 from stoop.server.pieces import PlainReader, Reader
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.protocol.base import ResponseFormat, SamplingFields
-from stoop.server.reasoning import END, ReasoningReader, closed_reasoning, opens_reasoning
+from stoop.server.reasoning import (
+    END,
+    START,
+    ReasoningReader,
+    closed_reasoning,
+    opens_reasoning,
+)
 from stoop.server.service import Service
 from stoop.server.tools.forced import NamedCall, parameters
 
@@ -65,7 +72,7 @@ async def make_plan(
     thinks = service.settings.reasoning_parser is not None and not closed_reasoning(prompt.text)
     structure = _structure(service, talk, fields)
     if structure is not None and thinks:
-        structure.setdefault("after", END)
+        structure = after_reasoning(structure, opens_reasoning(prompt.text))
     params = fields.sampling(service.llm.default_params, **sampling)
     params = with_structure(params, structure)
     if tools and _hides_markers(service):
@@ -85,6 +92,64 @@ def with_structure(params: SamplingParams, structure: dict[str, Any] | None) -> 
     if structure is None:
         return params
     return params.replace(structured_outputs=StructuredOutputs.of(structure))
+
+
+# What a model may write before an answer that must match something.
+_THOUGHT: dict[str, Any] = {
+    "type": "sequence",
+    "elements": [
+        {"type": "tag", "begin": START, "content": {"type": "any_text"}, "end": END},
+        {"type": "regex", "pattern": "\\n{0,2}"},
+    ],
+}
+
+
+def after_reasoning(structure: dict[str, Any], opened: bool) -> dict[str, Any]:
+    """The same for an answer that may begin with reasoning.
+
+    Where the prompt has begun the block, the constraint begins after it. Otherwise the model
+    decides, so the grammar allows a block before the answer.
+    """
+    form = _as_format(structure)
+    if opened or form is None or "after" in structure:
+        return {"after": END, **structure}
+    thought = {**_THOUGHT, "elements": [*_THOUGHT["elements"], form]}
+    either = {"type": "or", "elements": [thought, form]}
+    return {"structural_tag": {"type": "structural_tag", "format": either}}
+
+
+def _as_format(structure: dict[str, Any]) -> dict[str, Any] | None:
+    """A constraint as a part of a structural tag; None if it cannot be one."""
+    given = [name for name, value in structure.items() if value]
+    if len(given) != 1:
+        return None
+    (name,) = given
+    value = structure[name]
+    if name == "json_object":
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if name == "json":
+        return {"type": "json_schema", "json_schema": _loaded(name, value)}
+    if name == "regex":
+        return {"type": "regex", "pattern": value}
+    if name == "grammar":
+        return {"type": "grammar", "grammar": value}
+    if name == "choice" and isinstance(value, list):
+        texts = [{"type": "const_string", "value": each} for each in value]
+        return {"type": "or", "elements": texts}
+    if name == "structural_tag":
+        found = _loaded(name, value)
+        return found.get("format") if isinstance(found, dict) else None
+    return None
+
+
+def _loaded(name: str, value: Any) -> Any:
+    """A schema as text or as an object."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise refuse(f"`structured_outputs.{name}` is not JSON: correct it") from None
 
 
 def format_structure(given: ResponseFormat | None) -> dict[str, Any] | None:

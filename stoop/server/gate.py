@@ -10,7 +10,7 @@ import time
 import uuid
 from typing import Any
 
-from stoop.server.errors import ApiError, ClientGone, unavailable
+from stoop.server.errors import CLIENT_GONE, ApiError, ClientGone, unavailable
 from stoop.server.service import Service
 from stoop.server.transport import (
     RAW_SEND,
@@ -25,7 +25,6 @@ from stoop.server.transport import (
 log = logging.getLogger("stoop.server.requests")
 
 BODY_SECONDS = 60.0  # for a client to send its whole body
-CLIENT_GONE = 499  # in the log only
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # These need no key and are answered while the server drains.
 PUBLIC = ("/", "/health", "/metrics", "/version", "/ping", "/favicon.ico")
@@ -56,7 +55,7 @@ class Gate:
         try:
             await self._answer(scope, receive, send, record)
         except ClientGone:
-            record |= {"status": CLIENT_GONE, "finish": "disconnect"}
+            record["status"] = CLIENT_GONE
         except ApiError as error:
             await _reply(error, scope, receive, send)
         except Exception as error:
@@ -67,7 +66,9 @@ class Gate:
             service.num_requests -= 1
             if not service.num_requests:
                 service.idle.set()
-            if record["status"] >= 400:
+            if record["status"] == CLIENT_GONE:
+                record["finish"] = "disconnect"
+            elif record["status"] >= 400:
                 service.metrics.refused(record["status"])
             record["duration_ms"] = round((time.perf_counter() - started) * 1000, 1)
             self._log(scope, record)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import Logprob, RequestOutput, RequestTimes
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import ApiError, as_api_error, unavailable
+from stoop.server.errors import CLIENT_GONE, INTERNAL, ApiError, as_api_error, unavailable
 from stoop.server.hooks import NO_TRACE, RequestTrace
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
@@ -64,6 +64,7 @@ class Generation:
         self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self.admitted: float | None = None
         self.arrival = time.perf_counter()
         self.arrival_time = time.time()
 
@@ -84,16 +85,17 @@ class Generation:
         try:
             with self.service.admitted(self.num_choices):
                 self.service.metrics.request_arrived()
-                try:
-                    yield
-                finally:
-                    self._end()
+                yield
         except BaseException as error:
-            state = self.service.llm.state
-            found = as_api_error(error, state) if isinstance(error, Exception) else None
-            code = found.status_code if found else 500 if isinstance(error, Exception) else 499
-            self.trace.fail(code, found.message if found else type(error).__name__)
+            found = None
+            if isinstance(error, Exception):
+                found = as_api_error(error, self.service.llm.state) or ApiError(500, INTERNAL)
+            code = found.status_code if found else CLIENT_GONE
+            self.trace.fail(code, found.message if found else "the client has gone")
+            if found is None or code >= 500:  # else it was refused before it began
+                self._end()
             raise
+        self._end()
         self.trace.end(
             self._times(),
             num_prompt=self.num_prompt,
@@ -201,6 +203,8 @@ class Generation:
         self.num_drafted += sum(a.spec.num_draft_tokens for a in output.outputs if a.spec)
 
     def _count(self, delta: RequestDelta) -> None:
+        if self.admitted is None:
+            self.admitted = delta.admitted  # of the first prompt that started
         for answer in delta.answers:
             self.num_output += len(answer.token_ids)
             if answer.finish_reason is not None:
@@ -224,7 +228,14 @@ class Generation:
 
     def _times(self) -> RequestTimes:
         now = time.perf_counter()
-        return RequestTimes(self.arrival, self.first_token, now, self.last_token, self.arrival_time)
+        return RequestTimes(
+            self.arrival,
+            self.first_token,
+            now,
+            self.last_token,
+            self.arrival_time,
+            self.admitted,
+        )
 
     def _end(self) -> None:
         self.service.metrics.observe(
@@ -275,6 +286,7 @@ def _as_delta(output: RequestOutput) -> RequestDelta:
         len(output.prompt_token_ids),
         output.num_cached_tokens,
         output.prompt_logprobs,
+        output.times.admitted,
     )
 
 

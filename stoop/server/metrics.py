@@ -39,13 +39,13 @@ class Core(Protocol):
 
 
 class Times(Protocol):
-    """A request's moments, in seconds on one clock. None: it did not come to that.
-
-    `scheduled`, the moment of admission, is read if the object has it.
-    """
+    """A request's moments, in seconds on one clock. None: it did not come to that."""
 
     @property
     def arrival(self) -> float: ...
+
+    @property
+    def admitted(self) -> float | None: ...
 
     @property
     def first_token(self) -> float | None: ...
@@ -187,13 +187,13 @@ class ServerMetrics:
 
 def intervals(times: Times) -> dict[str, float]:
     """The seconds of each part of a request that it came to; traces show them, too."""
-    start, scheduled = times.arrival, getattr(times, "scheduled", None)
+    start, admitted = times.arrival, times.admitted
     found = {
         "e2e": (start, times.finished),
-        "queue": (start, scheduled),
-        "prefill": (scheduled, times.first_token),
+        "queue": (start, admitted),
+        "prefill": (admitted, times.first_token),
         "decode": (times.first_token, times.last_token),
-        "inference": (scheduled, times.last_token),
+        "inference": (admitted, times.last_token),
     }
     return {
         key: max(end - begin, 0.0)

@@ -31,6 +31,8 @@ class ReasoningReader:
     def feed(self, text: str) -> list[Piece]:
         if self._state == "after":
             return self._rest.feed(text)
+        if self._state == "gap":
+            return self._after(text)
         self._held += text
         if self._state == "before" and not self._begin():
             return []
@@ -61,10 +63,18 @@ class ReasoningReader:
         place = self._held.find(END)
         if place >= 0:
             thought, rest = self._held[:place], self._held[place + len(END) :]
-            self._state, self._held = "after", ""
+            self._state, self._held = "gap", ""
             pieces: list[Piece] = [Reasoning(thought)] if thought else []
-            return pieces + self._rest.feed(rest.lstrip("\n"))
+            return pieces + self._after(rest)
         keep = held_back(self._held, END)
         thought = self._held[: len(self._held) - keep]
         self._held = self._held[len(thought) :]
         return [Reasoning(thought)] if thought else []
+
+    def _after(self, text: str) -> list[Piece]:
+        """What follows the block, without the empty lines between them."""
+        text = text.lstrip("\n")
+        if not text:
+            return []
+        self._state = "after"
+        return self._rest.feed(text)

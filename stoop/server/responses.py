@@ -181,7 +181,7 @@ class AnswerBuilder:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self.model,
-            "output": self.items,
+            "output": list(self.items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": body.reasoning.model_dump() if body.reasoning else {},

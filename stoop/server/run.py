@@ -127,6 +127,7 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         ws="none",
         timeout_keep_alive=65,
         timeout_graceful_shutdown=5,

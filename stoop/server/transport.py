@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from stoop.core.deltas import RequestDelta
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import ApiError, ClientGone, as_api_error, timed_out
+from stoop.server.errors import INTERNAL, ApiError, ClientGone, as_api_error, timed_out
 from stoop.server.generation import Generation
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
@@ -38,7 +38,7 @@ COMMENT = b": keep-alive\n\n"
 def internal_error(error: BaseException) -> ApiError:
     """A bug: the log has its traceback, the client a sentence."""
     log.error("a request failed", exc_info=error)
-    return ApiError(500, "the server failed on this request: see its log", code="internal_error")
+    return ApiError(500, INTERNAL, code="internal_error")
 
 
 def json_response(value: Any) -> Response:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 # Marks the end of a message to be continued; the prompt is cut there.
 CONTINUE_MARK = "\ue000stoop-continue\ue000"
 
+# The most that a template may make with * and **: entries of a sequence, bits of a number.
+MAX_REPEATED = 10**7
+MAX_BITS = 4096
+
 
 class ChatTemplate:
     """The templates of one model by name; `default` is used unless tools ask for `tool_use`."""
@@ -148,7 +152,19 @@ def _compile(source: str) -> jinja2.Template:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Besides what jinja2 keeps out: products and powers that would fill the memory."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(
+            self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+        ) -> Any:
+            if _too_large(operator, left, right):
+                raise OverflowError(f"a {operator} in the template has too large a result")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, GenerationBlock],
@@ -157,6 +173,17 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source)
+
+
+def _too_large(operator: str, left: Any, right: Any) -> bool:
+    """Whether the result would be a huge number, text or list."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length()
+        return bits + right.bit_length() > MAX_BITS
+    for many, times in ((left, right), (right, left)):
+        if isinstance(times, int) and hasattr(many, "__len__"):
+            return len(many) * times > MAX_REPEATED
+    return False
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -161,6 +161,8 @@ class LaunchedStep:
             RowResult(row.request_id, row.epoch, tokens[:count], drafts)
             for row, tokens, count, drafts in found
         ]
+        if min(counts, default=0) < 0:
+            _mark_failed(rows, token_ids, counts)
         if self.grammars is not None:
             self.grammars.advance(batch.plan_rows, rows)
         if self.has_scores:
@@ -179,6 +181,13 @@ class LaunchedStep:
             row.prompt_scores = self.reader.prompt(plan, first_token)
             row.prompt_scores_start = plan.num_computed + 1
             first_token += plan.num_tokens
+
+
+def _mark_failed(rows: list[RowResult], token_ids: list[list[int]], counts: list[int]) -> None:
+    """A count of -1 - n means: n tokens, and then none."""
+    for row, tokens, count in zip(rows, token_ids, counts, strict=True):
+        if count < 0:
+            row.token_ids, row.failed = tokens[: -1 - count], True
 
 
 def _cut(scores: TokenScores, num_best: int) -> TokenScores:

@@ -105,6 +105,38 @@ def test_draws_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("vocab_size", VOCABS)
+@pytest.mark.parametrize("filters", [False, True])
+def test_checked_draws_mark_rows_without_a_token(vocab_size: int, filters: bool) -> None:
+    """NaN in the last part, NaN everywhere, nothing but -inf; +inf is a token like others."""
+    from stoop.ops.kernels import sampling as kernels
+    from stoop.ops.kernels import sampling_filters as filter_kernels
+
+    for order in (0, 1, 2):  # each kind at several temperatures
+        logits = some_logits(vocab_size)
+        nan, one_nan, never, inf = [(order + row) % 5 for row in range(4)]
+        logits[nan], logits[never] = NAN, NEVER
+        logits[inf, 3] = float("inf")
+        marked = {nan, never}
+        if filters:  # a filter may drop the only NaN, and a row of NaN may become one of -inf
+            given = (TEMPERATURE, torch.full((5,), 0.1), TOP_K.clamp(min=3), torch.full((5,), 0.9))
+            plain = logits.clone()
+            reference.filter_(plain, *given)
+            filter_kernels.filter_(logits, *given)
+        else:
+            logits[one_nan, -1] = NAN
+            marked |= {one_nan}
+            plain = logits
+            greedy = kernels.greedy(logits, True)
+            assert torch.equal(greedy, reference.greedy.reference(logits, True))
+            assert {row for row in range(5) if greedy[row] == -1} == marked
+        draws = (TEMPERATURE, SEEDS, PLACES)
+        found = kernels.draw(logits, *draws, checks=True)
+        assert torch.equal(found, reference.draw.reference(plain, *draws, checks=True))
+        assert {row for row in range(5) if found[row] == -1} == marked
+
+
+@pytest.mark.interpreted
 def test_a_row_of_nan_draws_a_token_that_exists() -> None:
     from stoop.ops.kernels import sampling as kernels
 

@@ -1,6 +1,8 @@
 """Metrics: both sets of names, their values, restarts of the core, and scrapes without one."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +108,7 @@ OURS_FOR_VLLM = {
         "stoop_request_params_max_tokens",
     ],
 }
-TIMES = SimpleNamespace(arrival=10.0, scheduled=10.5, first_token=11.0, last_token=13.0)
+TIMES = SimpleNamespace(arrival=10.0, admitted=10.5, first_token=11.0, last_token=13.0)
 TIMES.finished = 13.25
 
 
@@ -215,7 +217,7 @@ def test_values_come_from_the_server() -> None:
 
 def test_a_request_that_never_started_has_no_times_of_tokens() -> None:
     metrics = ServerMetrics(FakeCore(), "a model", False)
-    times = RequestTimes(arrival=1.0, finished=3.0)  # the engine's own class, without `scheduled`
+    times = RequestTimes(arrival=1.0, finished=3.0)
     metrics.observe(times, num_prompt=3, num_cached=None, num_output=0, finish_reason="abort")
     assert value(metrics, "stoop_e2e_request_latency_seconds_sum") == 2.0
     assert value(metrics, "stoop_request_decode_time_seconds_count") == 0
@@ -321,3 +323,15 @@ def test_names_are_unique() -> None:
     tables += (metric_names.CORE_COUNTER_GROUPS, metric_names.HISTOGRAMS)
     keys = [metric.key for table in tables for metric in table]
     assert len(keys) == len(set(keys))
+
+
+def test_the_document_names_every_metric() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    written = set(re.findall(r"`((?:stoop_|vllm:)\w+)`", text))
+    exposed = set()
+    for vllm in (False, True):
+        for name, family in families(used(FakeCore(), vllm)).items():
+            if not name.startswith("process_"):
+                exposed.add(f"{name}_total" if family.type == "counter" else name)
+    # What the text says of vLLM's LoRA metric is that there is none.
+    assert written - {"stoop_", "vllm:lora_requests_info"} == exposed

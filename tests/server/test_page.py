@@ -66,7 +66,7 @@ class opened:
             ),
         )
         page.goto(self.url)
-        expect(page.locator("#state")).not_to_be_empty()
+        page.wait_for_selector("#state:not([data-state=wait])")
         page.problems = self.problems  # type: ignore[attr-defined]
         return page
 
@@ -187,6 +187,20 @@ def test_settings_are_sent(page: Page, script: Script) -> None:
     assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
+def test_a_new_chat_forgets_an_answer_that_still_came(page: Page, script: Script) -> None:
+    script.delay, script.endless = 0.02, True
+    ask(page, "old")
+    expect(page.locator(".answer .tok").first).to_be_visible()
+    page.click("#new-chat")
+    expect(page.locator("#send")).to_be_visible()
+    assert page.locator(".turn").count() == 0 and page.locator("#welcome").is_visible()
+    assert page.input_value("#prompt") == ""
+    script.endless = False
+    ask(page, "new")
+    answered(page)
+    assert [each["content"] for each in script.requests[1]["messages"]] == ["new"]
+
+
 # ---- drafts on and off ----
 
 
@@ -223,6 +237,13 @@ def test_run_both_compares(page: Page, script: Script) -> None:
     assert [each["content"] for each in script.requests[3]["messages"]] == [
         "Tell me about falcons."
     ]
+    script.refusal = (500, {}, {})  # then the answer that it has stays
+    page.click("#both")
+    expect(page.locator("#notice")).to_be_visible()
+    script.refusal = None
+    ask(page, "next")
+    answered(page, 5)
+    assert len(script.requests[-1]["messages"]) == 3
 
 
 def test_without_a_drafter_there_is_no_choice(page: Page, script: Script) -> None:

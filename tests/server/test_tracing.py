@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 TIMES = SimpleNamespace(
-    arrival=10.0, scheduled=10.5, first_token=11.0, last_token=13.0, finished=13.25
+    arrival=10.0, admitted=10.5, first_token=11.0, last_token=13.0, finished=13.25
 )
 COUNTS = {"num_prompt": 12, "num_cached": 8, "num_output": 5, "finish_reasons": ["stop"]}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -18,9 +18,10 @@ const state = {
 
 // ---- sending ----
 
+// Returns whether an answer came, if only a part of it.
 async function ask(text, modes) {
-  if (state.running || !text.trim()) return;
   notice("");
+  const { messages } = state; // a new chat has another list
   $("welcome").hidden = true;
   const question = { role: "user", content: text };
   const asked = make("article", { className: "turn user", ariaLabel: "You" }, text);
@@ -33,7 +34,7 @@ async function ask(text, modes) {
   const seed = Math.floor(Math.random() * 2 ** 31); // the same for both: so is the text
   const answers = [];
   try {
-    for (const mode of modes) answers.push(await answer(turn, [...state.messages, question], mode, pair ? seed : null));
+    for (const mode of modes) answers.push(await answer(turn, [...messages, question], mode, pair ? seed : null));
     if (pair) compare(turn, answers);
   } catch (error) {
     fail(error, turn);
@@ -41,8 +42,9 @@ async function ask(text, modes) {
     finish();
   }
   const kept = answers.at(-1)?.text || lastText(turn);
-  if (kept) state.messages.push(question, { role: "assistant", content: kept });
-  else if (!turn.childElementCount) giveBack(text, asked, turn);
+  if (kept) messages.push(question, { role: "assistant", content: kept });
+  else if (messages === state.messages) giveBack(text, asked, turn);
+  return Boolean(kept);
 }
 
 // Streams one answer into the page and returns its text and tally.
@@ -288,12 +290,12 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send(chosen());
 });
-$("both").addEventListener("click", () => {
-  const last = state.messages.at(-2);
+$("both").addEventListener("click", async () => {
+  const { messages } = state;
   if ($("prompt").value.trim()) send([WITHOUT, WITH]);
-  else if (last) {
-    state.messages.splice(-2); // the same question again
-    ask(last.content, [WITHOUT, WITH]);
+  else if (messages.length) {
+    const last = messages.splice(-2); // the same question again
+    if (!(await ask(last[0].content, [WITHOUT, WITH]))) messages.push(...last);
   } else notice("Write a message first.");
 });
 $("stop").addEventListener("click", () => state.running?.abort());
@@ -316,7 +318,7 @@ $("new-chat").addEventListener("click", newChat);
 $("panel-toggle").addEventListener("click", () => openPanel(!$("panel").classList.contains("open")));
 for (const example of document.querySelectorAll(".example")) {
   example.addEventListener("click", () => {
-    ask(example.textContent, chosen());
+    if (!state.running) ask(example.textContent, chosen());
     $("prompt").focus();
   });
 }

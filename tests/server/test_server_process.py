@@ -1,0 +1,244 @@
+"""A real `stoop serve` process on the loopback, driven by OpenAI's client."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from stoop import LLM, SamplingParams
+from support.engines import make_llm
+from support.server import SMALL_ENGINE, ServerProcess, write_served_model
+
+NGRAM = ("-sc", '{"method": "ngram", "num_speculative_tokens": 3}')
+MESSAGES = [{"role": "user", "content": "once upon a time, once upon"}]
+GREEDY = {"temperature": 0.0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(folder, "--api-key", "key", engine=(*SMALL_ENGINE, *NGRAM)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.api, api_key="key", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def offline(folder: Path) -> LLM:
+    return make_llm(folder)
+
+
+def offline_chat(llm: LLM, **changes: object) -> str:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True).replace(**changes)
+    return llm.chat(MESSAGES, params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_models(client):
+    assert next(iter(client.models.list())).id == "tiny"
+    assert client.models.retrieve("tiny").owned_by == "stoop"
+    wrong = client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_a_streamed_answer_equals_the_offline_one(client, offline):
+    """Drafts on here and off there: greedy answers do not depend on them."""
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
+    text, end, usage = "", None, None
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        **GREEDY,
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            end = choice.finish_reason or end
+    assert text == whole.choices[0].message.content == offline_chat(offline)
+    assert end == whole.choices[0].finish_reason == "length"
+    assert usage.completion_tokens == whole.usage.completion_tokens == 40
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens >= 0 and details.rejected_prediction_tokens >= 0
+
+
+def test_sampled_answers_equal_the_offline_ones_token_for_token(client, offline):
+    body = {"prompt": "abcabc", "temperature": 1.0, "seed": 11, "max_tokens": 24, "logprobs": 0}
+    params = SamplingParams(
+        temperature=1.0, seed=11, max_tokens=24, n=2, logprobs=0, ignore_eos=True
+    )
+    (wanted,) = offline.generate(["abcabc"], params, use_tqdm=False)
+    extra = {"ignore_eos": True, "num_speculative_tokens": 0}
+    tokens, texts = {0: [], 1: []}, {0: "", 1: ""}
+    for chunk in client.completions.create(
+        model="tiny", stream=True, n=2, extra_body=extra, **body
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs:
+                tokens[choice.index] += choice.logprobs.token_logprobs
+    for answer in wanted.outputs:
+        assert texts[answer.index] == answer.text
+        scores = [
+            entry[token].logprob
+            for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)
+        ]
+        assert tokens[answer.index] == pytest.approx(scores)
+
+
+def test_batches_of_token_ids(client, offline):
+    prompts = [[5, 6, 7], [9] * 20]
+    found = client.completions.create(model="tiny", prompt=prompts, **GREEDY)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    wanted = offline.generate(prompts, params, use_tqdm=False)
+    assert [choice.text for choice in found.choices] == [each.outputs[0].text for each in wanted]
+
+
+def test_responses(client, offline):
+    with client.responses.stream(
+        model="tiny", input=MESSAGES, temperature=0, max_output_tokens=40,
+        extra_body={"ignore_eos": True},
+    ) as stream:  # fmt: skip
+        received = list(stream)
+    assert received[0].type == "response.created"
+    assert received[-1].type == "response.incomplete"  # for its length
+    final = received[-1].response
+    assert final.output_text == offline_chat(offline)
+    assert final.usage.output_tokens == 40
+
+
+def test_many_streams_at_once(server, offline):
+    """Each of 16 clients gets its own answer."""
+
+    async def one(client: openai.AsyncOpenAI, seed: int) -> str:
+        stream = await client.completions.create(
+            model="tiny", prompt="a", seed=seed, max_tokens=12, stream=True
+        )
+        return "".join([c.choices[0].text async for c in stream if c.choices])
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.api, api_key="key") as client:
+            return await asyncio.gather(*(one(client, seed) for seed in range(16)))
+
+    params = [SamplingParams(seed=seed, max_tokens=12) for seed in range(16)]
+    wanted = offline.generate(["a"] * 16, params, use_tqdm=False)
+    assert asyncio.run(run()) == [each.outputs[0].text for each in wanted]
+
+
+def test_a_disconnect_frees_the_request(server):
+    headers = {"authorization": "Bearer key"}
+    body = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=server.url, headers=headers, timeout=30) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        next(response.iter_lines())
+    server.wait_for_log("finish=disconnect")
+    deadline = time.monotonic() + 10
+    while True:
+        stats = httpx.get(f"{server.url}/stats", headers=headers).json()
+        if not stats["num_requests_running"] and not stats["num_requests_waiting"]:
+            break
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.05)
+
+
+def test_refusals(client):
+    for change, text in (
+        ({"logit_bias": {"999": 1}}, "token id 999"),
+        ({"max_tokens": 3, "extra_body": {"min_tokens": 5}}, "min_tokens"),
+        ({"extra_body": {"num_speculative_tokens": 9}}, "num_speculative_tokens"),
+        ({"extra_body": {"nope": 1}}, "`nope`"),
+    ):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=text):
+                client.completions.create(model="tiny", prompt="a", stream=stream, **change)
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.completions.create(model="other", prompt="a")
+
+
+def test_state(server):
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ready"}
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
+    stats = httpx.get(f"{server.url}/stats", headers={"authorization": "Bearer key"}).json()
+    assert stats["model"] == "tiny" and stats["num_drafts"] == 3
+
+
+def test_a_port_in_use_is_one_sentence(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "stoop", "serve", str(folder), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        f"error: port {port} of 127.0.0.1 is in use: choose another with --port, or 0 for any "
+        "free one"
+    )
+
+
+def test_sigterm_drains_and_a_second_one_stops(folder, tmp_path):
+    """The first server finishes its stream; the second one is told twice."""
+    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+    def read(url: str, lines: list[str], started: threading.Event) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                started.set()
+
+    for signals, code in ((1, 0), (2, 1)):
+        with ServerProcess(folder) as server:
+            lines: list[str] = []
+            started = threading.Event()
+            reader = threading.Thread(target=read, args=(server.url, lines, started))
+            reader.start()
+            assert started.wait(30)
+            server.signal(signal.SIGTERM)
+            server.wait_for_log("waiting up to 30 s for 1 open requests")
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert httpx.get(f"{server.url}/health").status_code == 503
+            if signals == 2:
+                server.signal(signal.SIGINT)
+            reader.join(60)
+            assert server.wait() == code
+            assert lines[-2] == "data: [DONE]"
+            assert any('"error"' in line for line in lines) == (signals == 2)
+
+
+def test_the_core_is_killed(folder):
+    """503 while it restarts, then answers again."""
+    with ServerProcess(folder) as server:
+        stats = httpx.get(f"{server.url}/stats").json()
+        subprocess.run(["kill", "-9", str(stats["core_pid"])], check=True)
+        body = {"prompt": "a", "max_tokens": 4}
+        seen = set()
+        deadline = time.monotonic() + 60
+        while True:
+            found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            seen.add(found.status_code)
+            if found.status_code == 200 and 503 in seen:
+                break
+            assert found.status_code in (200, 503)
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.05)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/stats").json()["num_restarts"] == 1
