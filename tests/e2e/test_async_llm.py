@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from stoop import (
 )
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput
 from stoop.engine.core_client import CoreClient
-from stoop.engine.wire import Lost
+from stoop.engine.wire import Lost, Ready
 from support.engines import SMALL, make_llm
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -397,6 +398,31 @@ def test_a_killed_core_fails_its_requests_and_comes_back(run: Run, engine: Async
     run(crash())
 
 
+def test_a_restart_that_changes_the_engine(run: Run, engine: AsyncLLM) -> None:
+    """Memory may hold fewer tokens; with other drafts, requests that wait are refused."""
+
+    async def change() -> None:
+        await until_ready(engine)
+        config, limits = engine.config, engine._frontend.inputs.limits
+        short = replace(limits, kv_tokens=20)
+        engine.on_restarted(Ready(config, short, {}))
+        with pytest.raises(RequestError, match="the KV cache holds 20"):
+            engine.stream([1] * 20)
+        stream = engine.stream(PROMPT, LONG)
+        plain = replace(config, schedule=replace(config.schedule, num_drafts=0))
+        engine.on_restarted(Ready(plain, limits, {}))
+        with pytest.raises(CoreDied, match="other options"):
+            await read(stream)
+        with pytest.raises(RequestError, match="does not draft"):
+            engine.stream(PROMPT, SamplingParams(num_speculative_tokens=1))
+        engine.on_restarted(Ready(config, limits, {}))
+        kill_core(engine)  # which still has the request that was refused here
+        await until(lambda: engine.state != "ready")
+        await until_idle(engine)
+
+    run(change())
+
+
 def test_restarts_are_bounded(run: Run, text_model: Path) -> None:
     async def crash() -> None:
         engine = await AsyncLLM.start(str(text_model), max_restarts=0, **OPTIONS)
@@ -487,6 +513,22 @@ def test_the_core_goes_when_its_parent_does(text_model: Path, moment: str) -> No
     while alive(pid):
         assert time.monotonic() < limit, "the core outlives its parent"
         time.sleep(0.02)
+
+
+def test_uvloop(text_model: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def stream_and_crash() -> None:
+        async with await AsyncLLM.start(str(text_model), **OPTIONS) as engine:
+            items = await read(engine.stream(PROMPT, CASES["greedy"]))
+            assert len(joined(items, 0).token_ids) == 40
+            stream = engine.stream(PROMPT, LONG)
+            await anext(stream)
+            kill_core(engine)
+            with pytest.raises(CoreDied):
+                await read(stream)
+
+    uvloop.run(asyncio.wait_for(stream_and_crash(), 120))
 
 
 def test_signals(run: Run, engine: AsyncLLM) -> None:
