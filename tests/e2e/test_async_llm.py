@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from stoop import (
 )
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput
 from stoop.engine.core_client import CoreClient
-from stoop.engine.wire import Lost, Ready
+from stoop.engine.wire import Abort, Lost, Ready
 from support.engines import SMALL, make_llm
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -154,6 +155,10 @@ CASES = {
         max_tokens=100, seed=9, stop=["A", "e", "\x10"], include_stop_str_in_output=True, n=2
     ),
     "stop token": SamplingParams(max_tokens=100, seed=2, stop_token_ids=list(range(60, 90))),
+    # The only token there is, "]", is drafted too: the string ends in the middle of a step.
+    "stop in a step": SamplingParams(
+        max_tokens=60, temperature=0.0, logit_bias={60: 100.0}, stop="]" * 7, logprobs=1
+    ),
     "no text": SamplingParams(max_tokens=9, temperature=0.0, detokenize=False),
 }
 
@@ -335,13 +340,23 @@ def test_a_start_that_fails_raises_the_core_s_error(
 # ---- failures of one request ----
 
 
-def test_a_lost_request_takes_its_other_answers_along(run: Run, engine: AsyncLLM) -> None:
+def test_a_lost_request_takes_its_other_answers_along(
+    run: Run, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    def spy(command: Any, send: Callable[[Any], None] = engine._client.send) -> None:
+        sent.append(command)
+        send(command)
+
     async def lose() -> None:
         await until_ready(engine)
+        monkeypatch.setattr(engine._client, "send", spy)
         stream, other = engine.stream(PROMPT, LONG.replace(n=2)), engine.stream(PROMPT, LONG)
         await anext(stream)
-        core_id = stream._box.group.answers[0].request.request_id
-        engine._client._take([Lost([core_id, "unknown/0"], "a step failed: retry")])
+        core_ids = [answer.request.request_id for answer in stream._box.group.answers]
+        engine._client._take([Lost([core_ids[0], "unknown/0"], "a step failed: retry")])
+        assert sent[-1] == Abort(core_ids)
         with pytest.raises(RequestLost, match="a step failed"):
             await read(stream)
         assert await read(stream) == []
@@ -513,6 +528,31 @@ def test_the_core_goes_when_its_parent_does(text_model: Path, moment: str) -> No
     while alive(pid):
         assert time.monotonic() < limit, "the core outlives its parent"
         time.sleep(0.02)
+
+
+HUNG = """
+import socket, sys, time
+from stoop.engine.core_process import watch_parent
+watch_parent(socket.socket(fileno=int(sys.argv[1])))
+print("watching", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_hung_core_goes_when_its_socket_closes() -> None:
+    """In the middle of a start or a step, when nothing reads the socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HUNG, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.PIPE,
+        )
+        theirs.close()
+        assert process.stdout is not None and process.stdout.readline() == b"watching\n"
+        assert process.poll() is None
+        ours.close()
+        assert process.wait(timeout=20) == 1
 
 
 def test_uvloop(text_model: Path) -> None:
