@@ -8,6 +8,7 @@ from typing import Any
 from stoop.config.errors import RequestError
 from stoop.config.values import shown, unknown_name
 
+_IGNORED = ("disable_fallback",)  # of vLLM: there is one library, so nothing to fall back to
 MAX_CHOICES = 4096
 MAX_GRAMMAR_BYTES = 1 << 20
 
@@ -60,10 +61,11 @@ class StructuredOutputs:
                 f"structured_outputs={shown(value)}: use StructuredOutputs or a dictionary"
             )
         known = [each.name for each in fields(StructuredOutputs)]
-        for name in value:
+        given = {k: v for k, v in value.items() if v is not None and k not in _IGNORED}
+        for name in given:
             if name not in known:
                 raise RequestError(unknown_name("field of structured_outputs", name, known))
-        return StructuredOutputs(**{k: v for k, v in value.items() if v is not None})
+        return StructuredOutputs(**given)
 
 
 def _is_set(value: Any) -> bool:
