@@ -24,7 +24,9 @@ class Kit:
     def compile(self, **asked: object) -> Compiled:
         return self.store.get(StructuredOutputs(**asked))  # type: ignore[arg-type]
 
-    def follow(self, after: str | None = None, stops: tuple[int, ...] = (), **asked: object) -> Follower:
+    def follow(
+        self, after: str | None = None, stops: tuple[int, ...] = (), **asked: object
+    ) -> Follower:
         assert self.eos is not None
         return self.compile(**asked).follow((self.eos, *stops), after)
 
@@ -95,7 +97,9 @@ def test_a_token_that_the_grammar_forbids_is_counted_out(kit: Kit) -> None:
 def test_filling_changes_nothing(kit: Kit, seed: int) -> None:
     """Walk at random with drafts of every kind: masks are those of a follower without drafts."""
     source = random.Random(seed)
-    schema = '{"type": "object", "properties": {"a": {"type": "integer"}, "name": {"enum": ["ab", 1]}}}'
+    schema = (
+        '{"type": "object", "properties": {"a": {"type": "integer"}, "name": {"enum": ["ab", 1]}}}'
+    )
     after = source.choice([None, "</think>", "ab"])
     follower, fresh = (kit.follow(after, json=schema) for _ in range(2))
     taken: list[int] = []
@@ -114,7 +118,9 @@ def test_filling_changes_nothing(kit: Kit, seed: int) -> None:
                 break
         masks = kit.path(follower, drafts)
         for place, mask in enumerate(masks):
-            expected = kit.compile(json=schema).follow((kit.eos or 0,), after, [*taken, *drafts[:place]])
+            expected = kit.compile(json=schema).follow(
+                (kit.eos or 0,), after, [*taken, *drafts[:place]]
+            )
             assert kit.path(expected, []) == [mask]
         if drafts and len(masks) > 1:
             count = source.randrange(1, len(masks))

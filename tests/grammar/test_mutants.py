@@ -54,10 +54,10 @@ def advanced_by_drafts(patch: Patch) -> None:
     def by_drafts(
         self: GrammarMasks, planned: Sequence[PlannedRow], results: Sequence[RowResult]
     ) -> None:
-        drafted = [
-            RowResult(each.request_id, each.epoch, [*self._tried.get(row.slot, ()), *each.token_ids[-1:]])  # type: ignore[attr-defined]
-            for row, each in zip(planned, results, strict=True)
-        ]  # fmt: skip
+        drafted = []
+        for row, each in zip(planned, results, strict=True):
+            tried = self._tried.get(row.slot, [])  # type: ignore[attr-defined]
+            drafted.append(RowResult(each.request_id, each.epoch, tried + each.token_ids[-1:]))
         advance(self, planned, drafted)
 
     read = GrammarMasks._read_drafts
@@ -187,6 +187,9 @@ def run(llm: LLM, wanted: list[list[int]] | None = None) -> list[list[int]]:
     if wanted is not None:
         tell(prompts, wanted, 0.3)
     _, params = schema_params(COUNT, 21)
+    for each in params:  # before the first step, so that every run has the same batches
+        if each.structured_outputs is not None:
+            llm.engine.runner.grammars.store.get(each.structured_outputs)
     params[1::3] = [each.replace(temperature=1.0, seed=2) for each in params[1::3]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ ORACLE = {"method": "oracle", "num_speculative_tokens": 3}
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    yield make_grammar_llm(model)
+def llm(model: Path) -> LLM:
+    return make_grammar_llm(model)
 
 
 def ask(llm: LLM, asked: Any, prompt: str = "hi", **options: Any) -> CompletionOutput:
@@ -38,12 +37,13 @@ def ask(llm: LLM, asked: Any, prompt: str = "hi", **options: Any) -> CompletionO
 
 # ---- kinds ----
 
+COUNT = {"type": "integer", "minimum": 0, "maximum": 99}
 TAG = {
     "type": "structural_tag",
     "format": {
         "type": "tag",
         "begin": "<tool>",
-        "content": {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "content": {"type": "json_schema", "json_schema": COUNT},
         "end": "</t",
     },
 }  # fmt: skip
@@ -223,10 +223,16 @@ def test_no_step_is_launched_past_a_grammar(model: Path, monkeypatch: pytest.Mon
         ({"structured_outputs": {"json": {"type": "nothing"}}}, 'Unsupported type "nothing"'),
         ({"structured_outputs": {"grammar": "root ::= missing"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"grammar": 'start ::= "a"'}}, "structured_outputs.grammar"),
-        ({"structured_outputs": {"structural_tag": {"type": "x"}}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": {"type": "x"}}}, "structural_tag cannot be used"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex and choice"),
         ({"structured_outputs": {"regexp": "a"}}, "did you mean"),
         ({"structured_outputs": {}}, "set exactly one"),
+        ({"structured_outputs": {"choice": []}}, "give at least one text"),
+        ({"structured_outputs": {"choice": ["a\ud800"]}}, "lone surrogate"),
+        ({"structured_outputs": {"regex": "a", "after": ""}}, "the text of a marker"),
+        ({"structured_outputs": {"regex": "a", "after": "\ud800"}}, "lone surrogate"),
+        ({"structured_outputs": {"json": {"type": "string", "pattern": "^(?=a)b$"}}}, "lookaround"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "'not'"),
         ({"structured_outputs": 3}, "use StructuredOutputs or a dictionary"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "leave ignore_eos out"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "leave min_tokens out"),

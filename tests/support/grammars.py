@@ -139,7 +139,10 @@ def random_schema(source: random.Random, depth: int = 2) -> Any:
     if kind == "const":
         return {"const": source.choice(["a\nb", 7, False])}
     if kind == "pattern":
-        return {"type": "string", "pattern": source.choice(["^[a-c]{2,4}$", "^x?\\d{3}$", "^(é|a)$"])}
+        return {
+            "type": "string",
+            "pattern": source.choice(["^[a-c]{2,4}$", "^x?\\d{3}$", "^(é|a)$"]),
+        }
     below = depth - 1
     if kind == "anyOf":
         return {"anyOf": [random_schema(source, below) for _ in range(2)]}
@@ -172,7 +175,9 @@ def whole_schema(source: random.Random) -> dict[str, Any]:
     return schema | {"$defs": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}}
 
 
-def schema_params(count: int, number: int, **options: Any) -> tuple[list[Any], list[SamplingParams]]:
+def schema_params(
+    count: int, number: int, **options: Any
+) -> tuple[list[Any], list[SamplingParams]]:
     source = random.Random(number)
     schemas = [whole_schema(source) for _ in range(count)]
     params = [
