@@ -27,11 +27,12 @@ MERGES = [
 ]  # fmt: skip
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, **sizes: Any) -> Path:
     """A random Llama with a byte-level tokenizer whose tokens cross the borders of JSON."""
     tokenizer = build_tokenizer()
     eos = tokenizer.token_to_id("</s>")
-    write_llama(folder, seed=1, vocab_size=VOCAB_SIZE, eos_token_id=eos, initializer_range=0.25)
+    options = {"vocab_size": VOCAB_SIZE, "eos_token_id": eos, "initializer_range": 0.25}
+    write_llama(folder, seed=1, **options | sizes)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -71,7 +72,8 @@ class Oracle:
         self.setup = setup
         self.num_drafts = setup.config.spec.num_drafts
         self.max_model_len = setup.config.schedule.max_model_len
-        Oracle.told = torch.zeros(VOCAB_SIZE, MAX_LEN, dtype=torch.int64)
+        device = setup.slots.token_ids.device
+        Oracle.told = torch.zeros(VOCAB_SIZE, MAX_LEN, dtype=torch.int64, device=device)
         self.table = Oracle.told
 
     def phases(self) -> list[Phase]:
