@@ -55,7 +55,7 @@ class InputProcessor:
         self.vocab_size = config.model.vocab_size
         self.limits = limits
         self.num_drafts = config.schedule.num_drafts
-        self.spec = config.spec
+        self._config = config
         self.folder = Path(config.load.folder)
         eos_token_ids = set(config.model.eos_token_ids)
         if not eos_token_ids and tokenizer and tokenizer.eos_token_id is not None:
@@ -223,7 +223,8 @@ class InputProcessor:
                 "structured_outputs need a token that ends the answer, and the model names no "
                 "end-of-text token: give stop_token_ids"
             )
-        if self.spec is not None and self.spec.synthetic_rates is not None:
+        spec = self._config.spec
+        if spec is not None and spec.synthetic_rates is not None:
             raise RequestError(
                 "structured_outputs cannot be used while a benchmark decides which drafts are "
                 "accepted: start the engine without rejection_sample_method='synthetic'"

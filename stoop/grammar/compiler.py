@@ -150,6 +150,7 @@ class GrammarStore:
         """Find a grammar that a request holds; compiled here and now if there is none."""
         pending = self.request(asked)
         pending.wait()
+        self._trim()
         if pending.compiled is None:
             raise RequestError(pending.error or "the grammar could not be compiled")
         return pending.compiled

@@ -63,8 +63,8 @@ def _json(grammar: Any, asked: StructuredOutputs) -> Any:
     return grammar.from_ebnf(text.replace(_LOOSE, _STRICT))
 
 
-_LOOSE = r'([^\"\\\r\n])'
-_STRICT = r'([^\0-\x1f\"\\])'
+_LOOSE = r"([^\"\\\r\n])"
+_STRICT = r"([^\0-\x1f\"\\])"
 
 
 def _json_object(grammar: Any, asked: StructuredOutputs) -> Any:

@@ -97,6 +97,34 @@ def test_graphs_change_nothing(model: Path, mode: str, captured: bool) -> None:
         assert "ICVUO" in managers
 
 
+HEADS = [(1, "reference"), (3, "reference"), (5, "hostplan")] if EVERY else []
+
+
+@pytest.mark.parametrize(("num_drafts", "backend"), [(3, "hostplan"), *HEADS])
+def test_heads_in_graphs_change_nothing(
+    model: Path, head: Path, num_drafts: int, backend: str
+) -> None:
+    """With `hostplan`, draft decodes are graphs of their own. Some requests want fewer drafts."""
+    _, params = schema_params(10, 5)
+    params[::2] = [each.replace(num_speculative_tokens=1) for each in params[::2]]
+    params[3] = params[3].replace(num_speculative_tokens=0)
+    spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts}
+    llm = make_grammar_llm(
+        model,
+        speculative_config=spec,
+        graph_mode="step",
+        capture_sizes="8",
+        capture_structured=True,
+        sanitize=True,
+        attention_backend=backend,
+    )
+    plain = make_grammar_llm(model)
+    loose = [each.replace(num_speculative_tokens=None) for each in params]
+    assert ids(answer(llm, params)) == ids(answer(plain, loose))
+    last = "VUPD" if backend == "reference" and num_drafts > 1 else "VUP"
+    assert last in llm.engine.runner.executor.managers
+
+
 @pytest.mark.parametrize(
     "spec",
     [

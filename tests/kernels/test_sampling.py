@@ -177,6 +177,40 @@ def check_edit(edit: Op[..., None], kind: str, *given: Tensor | History) -> None
     assert torch.equal(logits, by_row)
 
 
+MASK_ROWS = torch.tensor([2, -1, 0, 6, 2])
+
+
+def some_masks(vocab_size: int) -> Tensor:
+    """[7, words] int32, every word random, the last bit of a word too."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    words = torch.randint(-(2**31), 2**31, (7, -(-vocab_size // 32)), generator=generator)
+    return words.to(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 700])
+def test_masks_forbid_bit_by_bit(vocab_size: int, dtype: torch.dtype) -> None:
+    bits, logits = some_masks(vocab_size), some_logits(vocab_size).to(dtype)
+    found = logits.clone()
+    reference.apply_masks_.reference(found, bits, MASK_ROWS)
+    for row, mask in enumerate(MASK_ROWS.tolist()):
+        for token in range(vocab_size):
+            allowed = mask < 0 or int(bits[mask, token // 32]) >> (token % 32) & 1
+            assert found[row, token] == (logits[row, token] if allowed else NEVER)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, *VOCABS])
+def test_masks_are_the_references(vocab_size: int) -> None:
+    bits = some_masks(vocab_size)
+    for rows in (MASK_ROWS, torch.full((5,), -1), MASK_ROWS.repeat(2)[::2]):
+        logits = some_logits(vocab_size, "banned")
+        expected = logits.clone()
+        reference.apply_masks_.reference(expected, bits, rows)
+        reference.apply_masks_.kernel(logits, bits, rows)
+        assert torch.equal(logits, expected)
+
+
 @pytest.mark.interpreted
 def test_bias_is_added() -> None:
     ids = torch.stack([torch.randperm(300)[:20] for _ in range(5)])
@@ -418,13 +452,16 @@ def test_edits_and_filters_compile_for_an_h200(vocab_size: int) -> None:
     logits, floats, slot = torch.zeros(4, vocab_size), torch.zeros(4), ints(4)
     said = History(torch.zeros(4, 8192, dtype=torch.int32), slot, slot)
 
+    bits = torch.zeros(16, vocab_size // 32, dtype=torch.int32)
+
     def edits() -> None:
+        sampling_edits.apply_masks_(logits, bits, slot)
         sampling_edits.add_bias_(logits, ints(4, 512), torch.zeros(4, 512), slot, slot=slot)
         sampling_edits.forbid_stops_(logits, ints(4, 128), slot, slot, said, slot=slot)
         sampling_edits.forbid_bad_words_(logits, ints(4, 128, 16), said, slot=slot)
         sampling_edits.penalise_(logits, said, floats, floats, floats, slot=slot)
 
-    check_compiled(edits, 4)
+    check_compiled(edits, 5)
     check_compiled(
         lambda: sampling_filters.filter_(logits, floats, floats, slot, floats, slot=slot), 5
     )

@@ -27,11 +27,12 @@ MERGES = [
 ]  # fmt: skip
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, **sizes: Any) -> Path:
     """A random Llama with a byte-level tokenizer whose tokens cross the borders of JSON."""
     tokenizer = build_tokenizer()
     eos = tokenizer.token_to_id("</s>")
-    write_llama(folder, seed=1, vocab_size=VOCAB_SIZE, eos_token_id=eos, initializer_range=0.25)
+    options = {"vocab_size": VOCAB_SIZE, "eos_token_id": eos, "initializer_range": 0.25}
+    write_llama(folder, seed=1, **options | sizes)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -71,7 +72,8 @@ class Oracle:
         self.setup = setup
         self.num_drafts = setup.config.spec.num_drafts
         self.max_model_len = setup.config.schedule.max_model_len
-        Oracle.told = torch.zeros(VOCAB_SIZE, MAX_LEN, dtype=torch.int64)
+        device = setup.slots.token_ids.device
+        Oracle.told = torch.zeros(VOCAB_SIZE, MAX_LEN, dtype=torch.int64, device=device)
         self.table = Oracle.told
 
     def phases(self) -> list[Phase]:
@@ -139,7 +141,10 @@ def random_schema(source: random.Random, depth: int = 2) -> Any:
     if kind == "const":
         return {"const": source.choice(["a\nb", 7, False])}
     if kind == "pattern":
-        return {"type": "string", "pattern": source.choice(["^[a-c]{2,4}$", "^x?\\d{3}$", "^(é|a)$"])}
+        return {
+            "type": "string",
+            "pattern": source.choice(["^[a-c]{2,4}$", "^x?\\d{3}$", "^(é|a)$"]),
+        }
     below = depth - 1
     if kind == "anyOf":
         return {"anyOf": [random_schema(source, below) for _ in range(2)]}
@@ -172,7 +177,9 @@ def whole_schema(source: random.Random) -> dict[str, Any]:
     return schema | {"$defs": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}}
 
 
-def schema_params(count: int, number: int, **options: Any) -> tuple[list[Any], list[SamplingParams]]:
+def schema_params(
+    count: int, number: int, **options: Any
+) -> tuple[list[Any], list[SamplingParams]]:
     source = random.Random(number)
     schemas = [whole_schema(source) for _ in range(count)]
     params = [
