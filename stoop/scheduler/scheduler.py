@@ -16,7 +16,6 @@ import itertools
 import time
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from stoop.config.errors import RequestError
 from stoop.config.schema import CacheConfig, ScheduleConfig
@@ -25,6 +24,7 @@ from stoop.core.outputs import SpecCounts
 from stoop.core.request import PromptLimits, Request, RequestStatus
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
+from stoop.scheduler.plan import PlanBuilder, SchedulerStats
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 
@@ -32,38 +32,6 @@ NO_TOKEN = (
     "the model's logits are NaN or rule out every token: check the model's files, and whether its "
     "numbers fit the dtype (float16 overflows where bfloat16 does not)"
 )
-
-
-@dataclass
-class SchedulerStats:
-    """Counters since the start."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    spec: SpecCounts = field(default_factory=SpecCounts)
-
-
-class _PlanBuilder:
-    """Collects a step's plan. A preemption may remove rows again."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens that the step may still compute
-        self.num_scheduled: dict[Request, int] = {}
-        self.admitted: dict[Request, None] = {}
-        self.appended: dict[Request, int] = {}  # number of blocks that it held before this step
-        self.preempted = False
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        self.num_scheduled[request] = num_tokens
-        self.budget -= num_tokens
-
-    def remove(self, request: Request) -> None:
-        self.budget += self.num_scheduled.pop(request, 0)
-        self.admitted.pop(request, None)
-        self.appended.pop(request, None)
 
 
 class Scheduler:
@@ -173,7 +141,7 @@ class Scheduler:
         todo = self._order_running()
         if results_pending and self._lacks_blocks(todo):
             return None
-        plan = _PlanBuilder(self.config.max_num_batched_tokens)
+        plan = PlanBuilder(self.config.max_num_batched_tokens)
         self._continue_running(todo, plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -240,7 +208,7 @@ class Scheduler:
                 prefills.append((request, remaining))
         return decodes + prefills
 
-    def _continue_running(self, todo: list[tuple[Request, int]], plan: _PlanBuilder) -> None:
+    def _continue_running(self, todo: list[tuple[Request, int]], plan: PlanBuilder) -> None:
         for request, wanted in todo:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by an earlier request of this loop
@@ -267,7 +235,7 @@ class Scheduler:
             missing += max(0, self._num_blocks(reserved) - len(request.block_ids))
         return missing > self.pool.num_free
 
-    def _admit_waiting(self, plan: _PlanBuilder) -> None:
+    def _admit_waiting(self, plan: PlanBuilder) -> None:
         while self.waiting and self._free_slots and plan.budget:
             request = self.waiting.peek()
             cached = self.prefix_cache.match(request)
@@ -303,7 +271,7 @@ class Scheduler:
             request.admitted = time.perf_counter()
             self.stats.num_prompt_tokens += request.num_prompt_tokens
 
-    def _make_room(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
         """Get blocks for a running request; preempt the last requests in order if needed."""
         past = request.num_computed + num_tokens + self._num_lookahead
         if past <= len(request.block_ids) * self.block_size:
@@ -317,7 +285,7 @@ class Scheduler:
                 return False
         return True
 
-    def _grow(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
+    def _grow(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
         num_held = len(request.block_ids)
         reserved = self._num_reserved(request.num_computed + num_tokens)
         missing = self._num_blocks(reserved) - num_held
@@ -342,7 +310,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.leave_slot()
 
-    def _finish_plan(self, plan: _PlanBuilder) -> StepPlan:
+    def _finish_plan(self, plan: PlanBuilder) -> StepPlan:
         # Admissions first: they show what is computed before the rows are launched.
         admissions = [self._admission(request) for request in plan.admitted]
         rows = []
@@ -404,7 +372,7 @@ class Scheduler:
         )
 
     @staticmethod
-    def _block_appends(plan: _PlanBuilder) -> Iterable[BlockAppend]:
+    def _block_appends(plan: PlanBuilder) -> Iterable[BlockAppend]:
         for request in plan.admitted:
             yield BlockAppend(request.slot, 0, list(request.block_ids))
         for request, start in plan.appended.items():
@@ -412,7 +380,7 @@ class Scheduler:
                 yield BlockAppend(request.slot, start, request.block_ids[start:])
 
     @staticmethod
-    def _blocks_to_zero(plan: _PlanBuilder) -> list[int]:
+    def _blocks_to_zero(plan: PlanBuilder) -> list[int]:
         """The blocks that this step allocates, by their holders at the end of planning.
 
         A request that was preempted again has none, and its blocks may have another holder.
