@@ -24,7 +24,7 @@ class StepHandle(Protocol):
 
 
 class PendingGrammar(Protocol):
-    """A grammar that is being compiled. It is kept as long as somebody refers to it."""
+    """A grammar that is being compiled. It is kept as long as a request refers to it."""
 
     @property
     def done(self) -> bool: ...

@@ -13,7 +13,7 @@ from typing import Any
 
 from stoop.config.errors import RequestError
 from stoop.config.values import shown
-from stoop.grammar.regex import check_regex
+from stoop.grammar.regex import check_regex, without_surrogates
 
 # Keywords that constrain nothing, or that other keywords refer to.
 _NOTES = frozenset(
@@ -66,13 +66,19 @@ def check_schema(schema: Any) -> None:
         raise _refusal("is nested too deeply", "make it flatter") from None
 
 
-def open_arrays(schema: Any) -> Any:
-    """Say that items may be anything where a schema says nothing of them."""
+def for_library(schema: Any) -> Any:
+    """The same schema as xgrammar reads it: items may be anything where it says nothing of them,
+    and patterns match no surrogates."""
     schema = copy.deepcopy(schema)
     for node in list(_nodes(schema)):
         silent = "items" not in node and "prefixItems" not in node
         if silent and "array" in _types(node) and set(node) - _NOTES - {"type"}:
             node["items"] = {}
+        if "pattern" in node:
+            node["pattern"] = without_surrogates(node["pattern"])
+        if "patternProperties" in node:
+            inner = node["patternProperties"].items()
+            node["patternProperties"] = {without_surrogates(name): each for name, each in inner}
     return schema
 
 

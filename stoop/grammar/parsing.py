@@ -8,7 +8,8 @@ from typing import Any
 
 from stoop.config.errors import RequestError
 from stoop.core.structured import StructuredOutputs
-from stoop.grammar.json_schema import check_schema, close_objects, open_arrays
+from stoop.grammar.ebnf import mend
+from stoop.grammar.json_schema import check_schema, close_objects, for_library
 from stoop.grammar.regex import check_regex
 
 MISSING = "structured_outputs need xgrammar: run pip install 'stoop[structured]'"
@@ -48,23 +49,16 @@ def first_sentence(error: BaseException) -> str:
 def _json(grammar: Any, asked: StructuredOutputs) -> Any:
     schema = read_json("json", asked.json)
     check_schema(schema)
-    schema = open_arrays(schema)
+    schema = for_library(schema)
     if asked.disable_additional_properties:
         schema = close_objects(schema)
     # Objects have the properties that the schema names, unless it says otherwise, as in vLLM.
-    built = grammar.from_json_schema(
-        json.dumps(schema), any_whitespace=not asked.disable_any_whitespace, strict_mode=True
+    return _mended(
+        grammar,
+        grammar.from_json_schema(
+            json.dumps(schema), any_whitespace=not asked.disable_any_whitespace, strict_mode=True
+        ),
     )
-    # The characters of a string with a bounded length: xgrammar 0.2.8 allows control characters
-    # there, which JSON forbids.
-    text = str(built)
-    if _LOOSE not in text:
-        return built
-    return grammar.from_ebnf(text.replace(_LOOSE, _STRICT))
-
-
-_LOOSE = r"([^\"\\\r\n])"
-_STRICT = r"([^\0-\x1f\"\\])"
 
 
 def _json_object(grammar: Any, asked: StructuredOutputs) -> Any:
@@ -75,7 +69,7 @@ def _json_object(grammar: Any, asked: StructuredOutputs) -> Any:
 def _regex(grammar: Any, asked: StructuredOutputs) -> Any:
     assert asked.regex is not None
     check_regex("structured_outputs.regex", asked.regex)
-    return grammar.from_regex(asked.regex)
+    return _mended(grammar, grammar.from_regex(asked.regex))
 
 
 def _choice(grammar: Any, asked: StructuredOutputs) -> Any:
@@ -85,12 +79,18 @@ def _choice(grammar: Any, asked: StructuredOutputs) -> Any:
 
 
 def _ebnf(grammar: Any, asked: StructuredOutputs) -> Any:
-    return grammar.from_ebnf(asked.grammar)
+    return _mended(grammar, grammar.from_ebnf(asked.grammar))
 
 
 def _structural_tag(grammar: Any, asked: StructuredOutputs) -> Any:
     tag = read_json("structural_tag", asked.structural_tag)
     return grammar.from_structural_tag(json.dumps(tag))
+
+
+def _mended(grammar: Any, built: Any) -> Any:
+    text = str(built)
+    better = mend(text)
+    return built if better == text else grammar.from_ebnf(better)
 
 
 _BUILDERS = {

@@ -10,6 +10,7 @@ _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 # Letters after a backslash that the library knows, or refuses itself. It would match others as
 # themselves.
 _KNOWN_ESCAPES = frozenset("dDwWsSnrtvfxucbBpPk0123456789")
+_SURROGATES = r"\ud800-\udfff"
 _NOT_IN_STRINGS = frozenset('"\\') | {chr(code) for code in range(0x20)}
 
 
@@ -34,6 +35,21 @@ def check_regex(name: str, pattern: str, in_json: bool = False) -> None:
         raise RequestError(
             f"{name} has an anchor in its middle: the whole text must match, so leave out ^ and $"
         )
+
+
+def without_surrogates(pattern: str) -> str:
+    """The same pattern, for the library: its classes hold surrogates, which are no characters."""
+    return "".join(map(_mend, _PART.findall(pattern)))
+
+
+def _mend(part: str) -> str:
+    if part == ".":
+        return rf"[^{_SURROGATES}]"
+    if part in (r"\S", r"\D", r"\W"):
+        return rf"[^{part.lower()}{_SURROGATES}]"
+    if part.startswith("[^") and len(part) > 2:
+        return f"{part[:-1]}{_SURROGATES}]"
+    return part
 
 
 def _characters(part: str) -> Iterator[str]:

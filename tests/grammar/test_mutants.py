@@ -207,7 +207,7 @@ def outcome(model: Path, wanted: list[list[int]], sanitize: bool) -> Exception |
         model,
         speculative_config=spec,
         graph_mode="step",
-        capture_sizes="4,8",
+        capture_sizes="8",
         capture_structured=True,
         sanitize=sanitize,
     )

@@ -108,7 +108,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "block_size": 8,
     "num_kv_blocks": 96,
-    "capture_sizes": "1,2,4,8,32",
+    "capture_sizes": "2,8,32",
 }
 
 
