@@ -37,9 +37,13 @@ class _TooSlow(Exception):
 class PromptMaker:
     """Renders and encodes prompts for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_model_len: int, chat_template: str | None = None
+    ) -> None:
+        """chat_template: the text of another one than the model's"""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.chat_template = chat_template
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stoop-prompts")
 
     def close(self) -> None:
@@ -79,6 +83,7 @@ class PromptMaker:
                 add_generation_prompt,
                 continue_final_message,
                 tools,
+                chat_template=self.chat_template,
                 variables=variables,
             )
             self._check_length(text)
