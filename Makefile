@@ -1,4 +1,5 @@
 # make run    answer a prompt with the embedded model
+# make serve  serve the embedded model: an OpenAI-compatible API and a chat page
 # make test   run the tests
 # make test-all  and every combination of drafter, K, graph mode and backend
 # make lint   ruff, mypy, import contracts, size limits
@@ -12,10 +13,15 @@ DIST := loadfile
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --disable-pip-version-check
 
-.PHONY: run test test-all lint clean
+ARGS ?=
+
+.PHONY: run serve test test-all lint clean
 
 run: $(VENV)/.run
 	$(BIN)/stoop generate --chat --prompt "$$PROMPT" --max-tokens 96 --beside-plain
+
+serve: $(VENV)/.serve
+	$(BIN)/stoop serve $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist $(DIST) $(ARGS)
@@ -44,6 +50,11 @@ $(BIN)/python:
 $(VENV)/.run: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing stoop (torch is the largest part; a minute or more the first time)"
 	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.run
+	@echo "Installing what the server needs"
+	$(INSTALL) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -19,6 +19,7 @@ from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from stoop.core.prompts import TextPrompt, TokensPrompt
 from stoop.core.sampling_params import SamplingParams
+from stoop.core.structured import StructuredOutputs
 from stoop.version import __version__
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StoopError",
+    "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

@@ -42,8 +42,7 @@ class AsyncLLM:
     ) -> None:
         """Use `start`."""
         self.options = options
-        self.config: Config
-        self._frontend: Frontend
+        self._opened: Frontend | None = None  # once the core is ready and the tokenizer read
         self._client = CoreClient(options, self, report, max_restarts=max_restarts)
         self._heartbeat_timeout = timeout
         self._tokenizer: asyncio.Task[Tokenizer | None] | None = None
@@ -80,7 +79,7 @@ class AsyncLLM:
 
     async def _start(self) -> None:
         try:
-            await self._client.start()
+            ready = await self._client.start()
             assert self._tokenizer is not None
             tokenizer = await self._tokenizer
         except BaseException:
@@ -88,7 +87,11 @@ class AsyncLLM:
                 self._tokenizer.cancel()
             await self._client.stop()
             raise
-        self._frontend = Frontend(self.config, tokenizer, self.options.seed, self._limits)
+        self._open(ready, tokenizer)
+
+    def _open(self, ready: Ready, tokenizer: Tokenizer | None) -> None:
+        self.config: Config = ready.config
+        self._opened = Frontend(ready.config, tokenizer, self.options.seed, ready.limits)
 
     async def __aenter__(self) -> Self:
         return self
@@ -102,6 +105,11 @@ class AsyncLLM:
         await self.shutdown()
 
     # ---- what it is ----
+
+    @property
+    def _frontend(self) -> Frontend:
+        assert self._opened is not None
+        return self._opened
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -287,16 +295,18 @@ class AsyncLLM:
         if isinstance(error, Exception):
             self._client.refuse(error)
 
-    def on_ready(self, ready: Ready) -> None:
-        first = not hasattr(self, "config")
-        if not first:
-            self._frontend.num_dropped_tokens = self._frontend.num_late_tokens = 0
-            if ready.config.schedule.num_drafts != self.config.schedule.num_drafts:
-                # The requests that wait were made for another number of drafts.
-                self._fail_all(CoreDied("the engine was restarted with another drafter: retry"))
-                tokenizer = self._frontend.tokenizer
-                self._frontend = Frontend(ready.config, tokenizer, self.options.seed, ready.limits)
-        self.config, self._limits = ready.config, ready.limits
+    def on_restarted(self, ready: Ready) -> None:
+        """Send the requests that were made meanwhile."""
+        if self._opened is None:
+            return
+        # The new core counts from 0.
+        self._frontend.num_dropped_tokens = self._frontend.num_late_tokens = 0
+        if ready.config.schedule == self.config.schedule:
+            self._frontend.set_limits(ready.limits)  # it may have found more or less memory
+        else:
+            # "auto" may decide on other drafts this time, and requests were made for the old ones.
+            self._fail_all(CoreDied("the engine was restarted with other options: retry"))
+            self._open(ready, self._frontend.tokenizer)
         held, self._held = self._held, {}
         for group in held.values():
             self._client.send(Add([answer.request for answer in group.answers]))

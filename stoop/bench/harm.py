@@ -6,18 +6,17 @@ raises is a result. On a GPU each engine runs in a process of its own, because a
 ends the process's CUDA context.
 """
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from stoop.bench.accuracy import Result, compare, score
+from stoop.bench.apart import describe, run_apart
 from stoop.bench.harm_bugs import EVERY_BUG, Bug, Workload
 from stoop.bench.harm_rows import HarmRow, Outcome
 from stoop.bench.questions import Task
@@ -86,7 +85,7 @@ def measure_harm(setting: Setting, bugs: Sequence[Bug], report: Report) -> list[
         done += 1
 
     advance("eager, without drafts")
-    baseline = _apart(_baseline, setting) if apart else _baseline(setting)
+    baseline = run_apart(_baseline, setting) if apart else _baseline(setting)
     if isinstance(baseline, str):
         raise RuntimeError(f"the eager engine fails: {baseline}")
     healthy: dict[EngineKey, Outcome] = {}
@@ -133,39 +132,11 @@ def _run(apart: bool, function: Callable[..., Any], setting: Setting, bug: Bug, 
     number = EVERY_BUG.index(bug) if bug in EVERY_BUG else bug
     if not apart:
         return function(setting, number, *args)
-    found = _apart(function, setting, number, *args)
+    found = run_apart(function, setting, number, *args)
     if isinstance(found, str):
         failed = Outcome(error=found)
         return (failed, failed) if function is _run_in_turn else failed
     return found
-
-
-def _apart(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a new process; returns a text if that process has died."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(theirs, function, args))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError:
-        process.join()
-        return f"the process ended with code {process.exitcode}"
-    finally:
-        process.join()
-
-
-def _send(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        connection.send(function(*args))
-    except Exception as error:
-        connection.send(_describe(error))
-
-
-def _describe(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 # ---- one engine ----
@@ -213,7 +184,7 @@ def _run_engine(
     except Exception as error:  # a broken engine may fail in any way
         stale = getattr(error, "buffer", None) if isinstance(error, SanitizerError) else None
         named = "sanitizer" if isinstance(error, SanitizerError) else None
-        return Outcome(error=_describe(error), stale=stale or named)
+        return Outcome(error=describe(error), stale=stale or named)
 
 
 def _answer_all(llm: LLM, setting: Setting, baseline: Result) -> Outcome:
@@ -265,7 +236,7 @@ def _run_in_turn(
             return _time_limits(setting, bug)
         return _time_first_tokens(setting, bug, baseline)
     except Exception as error:
-        failed = Outcome(error=_describe(error))
+        failed = Outcome(error=describe(error))
         return failed, failed
 
 

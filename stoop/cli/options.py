@@ -5,7 +5,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -65,12 +65,24 @@ VLLM_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
 )
 
 
-def engine_flags(command: Command, without: tuple[str, ...] = ()) -> Command:
-    """Add a flag for every field of `EngineOptions`; the command gets them as `engine`."""
+def engine_flags(
+    command: Command, without: tuple[str, ...] = (), defaults: Mapping[str, Any] | None = None
+) -> Command:
+    """Add a flag for every field of `EngineOptions`; the command gets them as `engine`.
+
+    defaults: those of this command that differ from the engine's
+    """
+    chosen = defaults or {}
     fields = [f for f in dataclasses.fields(EngineOptions) if f.name not in ("model", *without)]
     hints = typing.get_type_hints(EngineOptions)
     parameters = [
-        _parameter("engine", f.name, _flag_type(hints[f.name]), f.default, f.metadata["help"])
+        _parameter(
+            "engine",
+            f.name,
+            _flag_type(hints[f.name]),
+            chosen.get(f.name, f.default),
+            f.metadata["help"],
+        )
         for f in fields
     ]
     if "graph_mode" not in without:

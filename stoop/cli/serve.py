@@ -14,9 +14,9 @@ from stoop.cli.options import (
     Command,
     Model,
     check_engine,
+    engine_flags,
     gather_flags,
     make_flag,
-    text_engine_flags,
 )
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import print_started
@@ -53,7 +53,13 @@ def server_flags(command: Command) -> Command:
     return gather_flags(command, "server", flags, dict)
 
 
-@text_engine_flags
+def serving_engine_flags(command: Command) -> Command:
+    """Some requests will have a grammar, so their steps are captured, too."""
+    defaults = {"capture_structured": True}
+    return engine_flags(command, without=("skip_tokenizer_init",), defaults=defaults)
+
+
+@serving_engine_flags
 @server_flags
 def serve(
     model: Model = DEFAULT_MODEL,

@@ -65,6 +65,7 @@ def _check_alone(options: EngineOptions) -> None:
         "enable_chunked_prefill",
         "enable_prefix_caching",
         "sanitize",
+        "capture_structured",
     ):
         _switch(name, getattr(options, name))
     device = options.device
@@ -124,7 +125,12 @@ def resolve(
     schedule = dataclasses.replace(schedule, run_ahead=_run_ahead(options, device, backend))
     return Config(
         model=model,
-        load=LoadConfig(folder, options.load_format == "dummy", options.seed),
+        load=LoadConfig(
+            folder,
+            options.load_format == "dummy",
+            options.seed,
+            None if options.skip_tokenizer_init else (options.tokenizer or folder),
+        ),
         device=types,
         cache=_cache(options, zero_new_blocks=needs_zeroed_blocks(backend)),
         schedule=schedule,
@@ -195,7 +201,7 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
         "max_capture_size", options.max_capture_size, MAX_DEFAULT_SIZE, MAX_DEFAULT_SIZE
     )
     if options.capture_sizes is None:
-        return GraphConfig(mode, None, sanitize, largest)
+        return GraphConfig(mode, None, sanitize, largest, options.capture_structured)
     sizes = parse_sizes(options.capture_sizes)
     if not sizes or sizes[0] < 1 or sizes[-1] > max_tokens:
         raise ConfigError(
@@ -207,7 +213,7 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
             f"max_capture_size={largest} and capture_sizes={shown(options.capture_sizes)} "
             "disagree: give one of them"
         )
-    return GraphConfig(mode, sizes, sanitize)
+    return GraphConfig(mode, sizes, sanitize, capture_structured=options.capture_structured)
 
 
 def _without_graphs(options: EngineOptions) -> EngineOptions:

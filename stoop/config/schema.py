@@ -81,6 +81,7 @@ class LoadConfig:
     folder: str
     dummy: bool = False  # random weights; no weight files are read
     seed: int = 0  # of dummy weights
+    tokenizer: str | None = None  # folder of the tokenizer; None if the engine has none
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class GraphConfig:
     capture_sizes: tuple[int, ...] | None = None  # None: the defaults
     sanitize: bool = False
     max_capture_size: int = MAX_DEFAULT_SIZE  # of the defaults
+    capture_structured: bool = False  # whole steps of requests with a grammar, too
 
 
 @dataclass(frozen=True)
@@ -275,4 +277,11 @@ class EngineOptions:
     sanitize: bool = field(
         default=False,
         metadata={"help": "check every graph replay for stale reads and against eager steps; slow"},
+    )
+    capture_structured: bool = field(
+        default=False,
+        metadata={
+            "help": "also capture whole steps of batches with structured outputs, in graph_mode "
+            "step; without it these batches run as in graph_mode full"
+        },
     )

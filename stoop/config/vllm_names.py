@@ -45,7 +45,7 @@ def _only(*harmless: Any, advice: str) -> Foreign:
 _ONE_DEVICE = "stoop runs a model on one device: leave it out"
 _NO_LORA = "stoop has no LoRA adapters: merge the adapter into the weights"
 _NO_POOLING = "stoop only generates text and has no pooling models: leave it out"
-_NO_STRUCTURE = "stoop has no structured outputs yet: ask for the format in the prompt"
+_STRUCTURE = 'write structured_outputs={"json": ...}, or regex, choice, grammar or json_object'
 _NO_PROCESSORS = "stoop runs no logits processors: use logit_bias or bad_words"
 _NO_IMAGES = "stoop reads text only: leave it out"
 _NO_EXPERTS = "stoop runs dense models only: leave it out"
@@ -202,8 +202,13 @@ SAMPLING_ARGS: dict[str, Foreign] = {
     "use_beam_search": _only(False, advice="stoop has no beam search: sample n answers"),
     "length_penalty": _only(1, 1.0, advice="it belongs to beam search, which stoop lacks"),
     "early_stopping": _only(False, advice="it belongs to beam search, which stoop lacks"),
-    "structured_outputs": _only(advice=_NO_STRUCTURE),
-    "guided_decoding": _only(advice=_NO_STRUCTURE),
+    **dict.fromkeys(
+        (
+            "guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "guided_json_object", "guided_decoding_backend", "guided_whitespace_pattern",
+        ),
+        _only(advice=_STRUCTURE),
+    ),
     "logits_processors": _only(advice=_NO_PROCESSORS),
     "allowed_token_ids": _only(
         advice="stoop cannot limit answers to some tokens; a logit_bias of 100 comes close"
@@ -227,12 +232,12 @@ SAMPLING_ARGS: dict[str, Foreign] = {
     "extra_args": _only(advice="stoop has no plugins: leave it out"),
     "spaces_between_special_tokens": _any(),  # fast tokenizers put none there
     "skip_clone": _any(),  # the engine always takes a copy
-}
+}  # fmt: skip
 
 CALL_ARGS: dict[str, Foreign] = {
     "lora_request": _only(advice=_NO_LORA),
     "prompt_adapter_request": _only(advice="stoop has no prompt adapters: leave it out"),
-    "guided_options_request": _only(advice=_NO_STRUCTURE),
+    "guided_options_request": _only(advice=f"in SamplingParams {_STRUCTURE}"),
     "tokenization_kwargs": _only(advice="encode the prompt yourself, and pass its token ids"),
     "mm_processor_kwargs": _only(advice=_NO_IMAGES),
     "chat_template_content_format": _only(

@@ -31,3 +31,4 @@ class RequestDelta:
     num_cached_tokens: int | None = None  # None: no answer has started
     # Once complete, in one item, if asked for. The first entry is None.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    admitted: float | None = None  # when the first answer started, on `time.perf_counter`

@@ -31,11 +31,12 @@ class Delta:
 
     request_id: str
     token_ids: list[int]  # new ones; the last may be the one that ended the request
-    finish_reason: str | None = None  # stop, length or abort
-    stop_reason: int | None = None  # the token that stopped it
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | str | None = None  # the token that stopped it; of an error, a sentence
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None: not started
     num_drafts: int = 0  # drafts that this step verified
     num_accepted: int = 0  # and how many of them it accepted
     scores: Sequence[TokenScores] = ()  # one per new token, if asked for
     prompt_scores: Sequence[TokenScores] = ()  # if asked for
     prompt_scores_start: int = 0  # index of the prompt token that the first of them scores
+    admitted: float | None = None  # `time.perf_counter` of the admission; in the first delta only

@@ -123,7 +123,7 @@ class CompletionOutput(DeferredFields):
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = field(default_factory=_unset)  # one per token
-    # stop, length, abort, or error: the tokenizer failed, and stop_reason says how.
+    # stop, length, abort, or error: stop_reason says what failed.
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spec: SpecCounts | None = None  # of this answer; None if the engine does not speculate
@@ -142,6 +142,7 @@ class RequestTimes:
     finished: float | None = None
     last_token: float | None = None
     arrival_time: float = 0.0  # on the clock of `time.time`
+    admitted: float | None = None  # the scheduler gave it a slot; before that it waited
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     rules: TokenRules
     priority: int = 0  # lower is served first
+    grammar: object = None  # keeps the compiled grammar in memory while the request lives
     num_prompt_tokens: int = field(init=False)
     # Set by the scheduler.
     arrival: int = 0  # order of arrival
@@ -76,9 +77,10 @@ class Request:
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     num_computed: int = 0  # tokens whose KV is written; an upper bound while steps are in flight
     num_cached: int | None = None  # prompt tokens that its first admission found in the cache
+    admitted: float | None = None  # when it was first admitted, until a delta has told it
     num_preemptions: int = 0
-    finish_reason: str | None = None  # stop, length or abort
-    stop_reason: int | None = None  # the token that stopped it
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | str | None = None  # the token that stopped it; of an error, a sentence
 
     # What it holds while running.
     slot: int = -1

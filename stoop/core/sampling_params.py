@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from stoop.config.errors import RequestError
 from stoop.config.values import is_number, is_whole, plain, shown, unknown_name
 from stoop.config.vllm_names import SAMPLING_ARGS, check_foreign
+from stoop.core.structured import StructuredOutputs
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 
@@ -83,6 +84,8 @@ class SamplingParams:
     bad_words: Sequence[str] = field(default=(), kw_only=True)
     # Draft tokens per step, at most; None: as many as the engine makes; 0: none.
     num_speculative_tokens: int | None = field(default=None, kw_only=True)
+    # What the answer must match; a dictionary of the fields of `StructuredOutputs` does, too.
+    structured_outputs: StructuredOutputs | None = field(default=None, kw_only=True)
 
     def __setattr__(self, name: str, value: object) -> None:
         rule = _RULES.get(name)
@@ -99,6 +102,16 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True: use stop_token_ids instead")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos=True and structured_outputs disagree: an answer that matches its "
+                "grammar ends with the end-of-text token; leave ignore_eos out"
+            )
+        if self.structured_outputs is not None and self.min_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} and structured_outputs disagree: the grammar "
+                "decides when an answer may end; leave min_tokens out"
+            )
 
     @property
     def wants_scores(self) -> bool:
@@ -248,4 +261,5 @@ _RULES: dict[str, Rule] = {
     "logit_bias": _biases,
     "bad_words": _texts(MAX_BAD_WORDS),
     "num_speculative_tokens": _whole(0, MAX_COUNT, also={None: None}),
+    "structured_outputs": lambda name, value: StructuredOutputs.of(value),
 }

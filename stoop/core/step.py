@@ -80,6 +80,8 @@ class RowResult:
     scores: Sequence[TokenScores] = ()  # one per token, if asked for
     prompt_scores: Sequence[TokenScores] = ()  # of this chunk, if asked for
     prompt_scores_start: int = 0  # index of the prompt token that the first of them scores
+    error: str | None = None  # why the request cannot go on after these tokens
+    failed: bool = False  # the target has no token after these, all of them accepted drafts
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta, EngineRequest
 from stoop.core.request import PromptLimits, Request
 from stoop.core.step import StepPlan, StepResult
+from stoop.engine.compiling import CompilingRequests
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.executor import Executor, StepHandle
 from stoop.scheduler.scheduler import Scheduler
@@ -39,6 +40,7 @@ class EngineCore:
             log.info("prefix caching is off: the model's layers have recurrent state")
             cache = replace(cache, enable_prefix_caching=False)
         self.scheduler = Scheduler(schedule, cache, executor.num_blocks)
+        self.compiling = CompilingRequests(executor)
         self.trial: DraftTrial | None = None  # where it is open whether drafts pay
         self._run_ahead = schedule.run_ahead
         self._num_drafts = schedule.num_drafts
@@ -55,21 +57,22 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self.compiling)
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
-        """Queue requests."""
-        for request in requests:
-            self.scheduler.add(
-                Request(
-                    request.request_id, request.prompt_token_ids, request.rules, request.priority
-                )
-            )
+        """Queue requests. One with a grammar waits until it is compiled."""
+        for each in requests:
+            request = Request(each.request_id, each.prompt_token_ids, each.rules, each.priority)
+            self.scheduler.check(request)
+            if not self.compiling.holds(request):
+                self.scheduler.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[Delta]:
         """End requests early; returns a last delta of each. Unknown ids are ignored."""
         deltas = []
         for request_id in request_ids:
+            if self.compiling.drop([request_id]):
+                deltas.append(Delta(request_id, [], "abort"))
             request = self.scheduler.abort(request_id)
             if request is not None:
                 delta = Delta(request_id, [], request.finish_reason, num_cached=request.num_cached)
@@ -91,8 +94,10 @@ class EngineCore:
 
         The step stays at hand until the caller acknowledges the deltas.
         """
-        if not self.has_work:
-            return []
+        failed = self._admit_compiled()
+        if failed or not self.scheduler.has_work:
+            self._check_idle()
+            return failed
         if self.trial is not None:
             self.scheduler.verify_drafts = not self.trial.wants_plain()
             self.scheduler.drafting = self.executor.drafting = self.trial.pays
@@ -113,6 +118,21 @@ class EngineCore:
         self._check_idle()
         self._step_seconds += time.perf_counter() - started
         return deltas
+
+    def _admit_compiled(self) -> list[Delta]:
+        """Queue the requests whose grammar is compiled; returns the deltas of those that failed.
+
+        Without anything else to do, wait a moment for one.
+        """
+        if not self.compiling:
+            return []
+        if not self.scheduler.has_work:
+            self.compiling.wait()
+        for request in self.compiling.take_ready():
+            if not self.scheduler.knows(request.request_id):  # an interrupt came in between
+                self.scheduler.add(request)
+            self.compiling.drop([request.request_id])
+        return self.compiling.take_failed()
 
     def acknowledge(self) -> None:
         """The caller has taken in the deltas of the last step, and aborted what they ended."""
@@ -157,7 +177,7 @@ class EngineCore:
 
     def knows(self, request_id: str) -> bool:
         """Whether this request is waiting or running."""
-        return self.scheduler.knows(request_id)
+        return request_id in self.compiling or self.scheduler.knows(request_id)
 
     def restart(self, request_ids: Iterable[str]) -> None:
         """Forget everything but these requests, which go on from the tokens they have.
@@ -167,7 +187,9 @@ class EngineCore:
         self._at_hand = None
         self._in_flight.clear()
         self.executor.forget_rows()
-        self.scheduler.restart(request_ids)
+        request_ids = list(request_ids)
+        self.compiling.keep(request_ids)
+        self.scheduler.restart([name for name in request_ids if self.scheduler.knows(name)])
 
     # ---- numbers ----
 
@@ -176,7 +198,7 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.pool
         cache, stats = scheduler.prefix_cache, scheduler.stats
         return {
-            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_waiting": len(scheduler.waiting) + len(self.compiling),
             "num_requests_running": len(scheduler.running),
             "num_requests_finished": stats.num_finished,
             "num_steps": stats.num_steps,

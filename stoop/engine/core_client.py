@@ -48,7 +48,7 @@ class Listener(Protocol):
 
     def on_found(self, tokenizer_folder: str | None) -> None: ...
 
-    def on_ready(self, ready: Ready) -> None: ...
+    def on_restarted(self, ready: Ready) -> None: ...
 
     def on_deltas(self, deltas: Sequence[Delta]) -> None: ...
 
@@ -122,7 +122,7 @@ class CoreClient:
 
     # ---- a process comes and goes ----
 
-    async def start(self) -> None:
+    async def start(self) -> Ready:
         """Start the first process. Its errors are raised here; there is no second try."""
         try:
             ready = await self._launch()
@@ -131,6 +131,8 @@ class CoreClient:
             await self._reap()
             raise
         self._become_ready(ready)
+        self._check_open()
+        return ready
 
     def refuse(self, error: Exception) -> None:
         """Give up the start that is under way, for a reason that the front end found."""
@@ -159,9 +161,11 @@ class CoreClient:
         self.metrics = ready.metrics
         self._report = None  # a restart is reported by the log
         self.state = "ready"
-        self._listener.on_ready(ready)
+
+    def _check_open(self) -> None:
+        """It may have died right after it said that it was ready."""
         assert self._connection is not None and self._process is not None
-        if self._connection.closed:  # right after it said that it was ready
+        if self._connection.closed:
             self._on_closed(self._process)
 
     def _on_closed(self, process: subprocess.Popen[bytes]) -> None:
@@ -203,11 +207,13 @@ class CoreClient:
             )
             try:
                 ready = await self._launch()
-            except (StoopError, OSError, MemoryError) as error:
+            except Exception as error:
                 log.error("the engine's process did not start: %s", error)
                 continue
             log.warning("the engine's process %s is ready", self.pid)
             self._become_ready(ready)
+            self._listener.on_restarted(ready)
+            self._check_open()
             return
 
     def _give_up(self) -> None:

@@ -66,6 +66,7 @@ class LogSender(logging.Handler):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -64,4 +64,5 @@ class GroupCursor:
             len(group.prompt_token_ids),
             group.answers[0].num_cached,
             prompt_logprobs,
+            group.answers[0].admitted,
         )

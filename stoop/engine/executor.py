@@ -7,6 +7,7 @@ the same protocol: every rank is given the same plans in the same order, and one
 from typing import Any, Protocol
 
 from stoop.core.step import StepPlan, StepResult
+from stoop.core.structured import StructuredOutputs
 
 
 class StepHandle(Protocol):
@@ -19,6 +20,22 @@ class StepHandle(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step and read what it found."""
+        ...
+
+
+class PendingGrammar(Protocol):
+    """A grammar that is being compiled. It is kept as long as a request refers to it."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot be compiled, in one sentence; None if it can, or is not done."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, this long at most."""
         ...
 
 
@@ -54,6 +71,10 @@ class Executor(Protocol):
 
     def metrics(self) -> dict[str, Any]:
         """How batches ran: steps by run mode, tokens computed, and tokens of padding."""
+        ...
+
+    def compile_grammar(self, asked: StructuredOutputs) -> PendingGrammar:
+        """Start to compile a grammar, without waiting. Its requests are planned when it is done."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:

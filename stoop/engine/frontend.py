@@ -32,15 +32,20 @@ class Frontend:
         self, config: Config, tokenizer: Tokenizer | None, seed: int, limits: PromptLimits
     ) -> None:
         self.tokenizer = tokenizer
-        is_limit = limits.max_model_len >= config.model.max_position
-        limits = replace(limits, at_model_limit=is_limit)
         self.inputs = InputProcessor(config, tokenizer, seed, limits)
+        self._max_position = config.model.max_position
+        self.set_limits(limits)
         self.num_dropped_tokens = 0  # that the core generated after a stop string
         self.num_late_tokens = 0  # of deltas that came after the end of their answer
         self._num_drafts = config.schedule.num_drafts
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[str, tuple[RequestGroup, Answer]] = {}  # by the core's request id
         self._lost: dict[str, BaseException | None] = {}  # ids of groups that an error ended
+
+    def set_limits(self, limits: PromptLimits) -> None:
+        """How long prompts may be, by what the core says."""
+        is_limit = limits.max_model_len >= self._max_position
+        self.inputs.limits = replace(limits, at_model_limit=is_limit)
 
     # ---- requests ----
 

@@ -15,6 +15,9 @@ from stoop.config.vllm_names import PROMPT_KEYS, check_foreign
 from stoop.core.prompts import Prompt
 from stoop.core.request import PromptLimits, TokenRules
 from stoop.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_STOP_IDS, SamplingParams
+from stoop.core.structured import StructuredOutputs
+from stoop.grammar.compiler import NO_TOKENIZER
+from stoop.grammar.parsing import parse
 from stoop.text.tokenizer import Tokenizer
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of one request's answers
@@ -52,6 +55,7 @@ class InputProcessor:
         self.vocab_size = config.model.vocab_size
         self.limits = limits
         self.num_drafts = config.schedule.num_drafts
+        self._config = config
         self.folder = Path(config.load.folder)
         eos_token_ids = set(config.model.eos_token_ids)
         if not eos_token_ids and tokenizer and tokenizer.eos_token_id is not None:
@@ -77,6 +81,8 @@ class InputProcessor:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_token_ids
+        if params.structured_outputs is not None:
+            self._check_grammar(params.structured_outputs, stop_ids)
         return Prepared(
             text=text,
             token_ids=token_ids,
@@ -208,6 +214,22 @@ class InputProcessor:
                 f"{self.num_drafts}, or start it with another speculative_config"
             )
         return self.num_drafts if wanted is None else wanted
+
+    def _check_grammar(self, asked: StructuredOutputs, stop_ids: frozenset[int]) -> None:
+        if self.tokenizer is None:
+            raise RequestError(NO_TOKENIZER)
+        if not stop_ids:
+            raise RequestError(
+                "structured_outputs need a token that ends the answer, and the model names no "
+                "end-of-text token: give stop_token_ids"
+            )
+        spec = self._config.spec
+        if spec is not None and spec.synthetic_rates is not None:
+            raise RequestError(
+                "structured_outputs cannot be used while a benchmark decides which drafts are "
+                "accepted: start the engine without rejection_sample_method='synthetic'"
+            )
+        parse(asked)
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:

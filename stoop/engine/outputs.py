@@ -42,6 +42,7 @@ class Answer:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_cached: int | None = None
+        self.admitted: float | None = None  # on the clock of `time.perf_counter`
         self.num_dropped = 0  # tokens that came after a stop string in the same step
         self.spec = SpecCounts.of(num_drafts) if num_drafts else None
         self.draft_positions: list[int] | None = None  # one per token; a stream keeps them
@@ -65,6 +66,8 @@ class Answer:
     def extend(self, delta: Delta) -> None:
         """Add what a step brought, except for the text and the scores."""
         self.num_cached = delta.num_cached
+        if delta.admitted is not None:
+            self.admitted = delta.admitted
         if delta.num_drafts and self.spec is not None:
             self.spec.add(delta.num_drafts, delta.num_accepted)
         self.token_ids += delta.token_ids
@@ -265,7 +268,12 @@ class RequestGroup:
             "finished": finished,
             "num_cached_tokens": self.answers[0].num_cached,
             "times": RequestTimes(
-                self.arrival, self.first_token, self.ended, self.last_token, self.arrival_time
+                self.arrival,
+                self.first_token,
+                self.ended,
+                self.last_token,
+                self.arrival_time,
+                self.answers[0].admitted,
             ),
         }
         if finished or scores is None:

@@ -5,6 +5,8 @@ from typing import Any
 from stoop.config.schema import Config
 from stoop.core.report import Report
 from stoop.core.step import StepPlan
+from stoop.core.structured import StructuredOutputs
+from stoop.grammar.compiler import PendingGrammar
 from stoop.worker.output import LaunchedStep
 from stoop.worker.runner import ModelRunner
 from stoop.worker.spinning import share_cores
@@ -48,6 +50,9 @@ class UniprocExecutor:
 
     def metrics(self) -> dict[str, Any]:
         return self.runner.counts.as_metrics()
+
+    def compile_grammar(self, asked: StructuredOutputs) -> PendingGrammar:
+        return self.runner.grammars.store.request(asked)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)

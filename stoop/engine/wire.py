@@ -182,9 +182,9 @@ def _pack(delta: Delta) -> tuple[Any, ...]:
         delta.num_drafts,
         delta.num_accepted,
     )
-    if delta.scores or delta.prompt_scores:
+    if delta.scores or delta.prompt_scores or delta.admitted is not None:
         scores = (_pack_scores(delta.scores), _pack_scores(delta.prompt_scores))
-        return (*fields, *scores, delta.prompt_scores_start)
+        return (*fields, *scores, delta.prompt_scores_start, delta.admitted)
     return fields
 
 
@@ -192,7 +192,7 @@ def _unpack(fields: tuple[Any, ...]) -> Delta:
     if len(fields) == 7:
         return Delta(*fields)
     delta = Delta(*fields[:7])
-    scores, prompt_scores, delta.prompt_scores_start = fields[7:]
+    scores, prompt_scores, delta.prompt_scores_start, delta.admitted = fields[7:]
     delta.scores, delta.prompt_scores = _unpack_scores(scores), _unpack_scores(prompt_scores)
     return delta
 

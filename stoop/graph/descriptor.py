@@ -73,6 +73,7 @@ class BatchExecutionDescriptor:
     num_reqs: int | None = None  # None for any
     query_len: int | None = None  # of every request; None for any
     sampling: SamplingKind | None = None  # set for STEP, whose graph includes the sampling
+    masked: bool = False  # STEP graphs that apply masks of the host
 
     def __str__(self) -> str:
         parts = [self.mode.name, f"{self.num_tokens} tokens"]
@@ -82,4 +83,6 @@ class BatchExecutionDescriptor:
             parts.append(f"{self.query_len} a request")
         if self.sampling is not None:
             parts.append(self.sampling.value)
+        if self.masked:
+            parts.append("masked")
         return " ".join(parts[:1]) + " " + ", ".join(parts[1:])

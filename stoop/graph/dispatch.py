@@ -24,17 +24,20 @@ class BatchShape:
     num_tokens: int
     decode: bool  # every request has exactly the decode query length, and none is in its prompt
     sampling: SamplingKind
+    masked: bool = False  # a request has a grammar, so the host acts before phase V
 
 
 class Dispatcher:
     """Picks a decode graph by the number of requests, any other by the number of tokens."""
 
     def __init__(self, descriptors: Iterable[BatchExecutionDescriptor]) -> None:
-        self._decode: dict[SamplingKind | None, list[BatchExecutionDescriptor]] = {}
+        # By what a graph of the whole step holds; other graphs serve every batch.
+        self._decode: dict[tuple[SamplingKind | None, bool], list[BatchExecutionDescriptor]] = {}
         self._mixed: list[BatchExecutionDescriptor] = []
         for descriptor in descriptors:
             if descriptor.query_len is not None:
-                self._decode.setdefault(descriptor.sampling, []).append(descriptor)
+                holds = (descriptor.sampling, descriptor.masked)
+                self._decode.setdefault(holds, []).append(descriptor)
             else:
                 self._mixed.append(descriptor)
         for group in (*self._decode.values(), self._mixed):
@@ -45,8 +48,8 @@ class Dispatcher:
     def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
         """The descriptor for a batch: decode graphs before mixed ones, eager if none fits."""
         if shape.decode:
-            for sampling in (shape.sampling, None):
-                found = _fitting(self._decode.get(sampling, []), shape)
+            for holds in ((shape.sampling, shape.masked), (None, False)):
+                found = _fitting(self._decode.get(holds, []), shape)
                 if found:
                     return found
         found = _fitting(self._mixed, shape)

@@ -7,7 +7,7 @@ the segment is captured as a graph.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Protocol
@@ -84,6 +84,13 @@ class Phase:
     drafts: bool = False  # part of drafting, which a step may skip
     title: str = ""  # in messages
     host_call: HostCall | None = None  # called on the host right before it; graphs end there
+    mask_call: HostCall | None = None  # the host call of masked batches alone
+
+    def of_batch(self, masked: bool) -> "Phase":
+        """The phase as a batch runs it, with or without a grammar."""
+        if not masked or self.mask_call is None:
+            return self
+        return replace(self, host_call=self.mask_call)
 
     @property
     def joins(self) -> bool:
@@ -123,15 +130,15 @@ class Segment:
         return self.phases[0].host_call
 
 
-def cut(mode: RunMode, phases: Sequence[Phase]) -> list[Segment]:
-    """The segments of a step whose batch runs in `mode`.
+def cut(mode: RunMode, phases: Sequence[Phase], masked: bool = False) -> list[Segment]:
+    """The segments of a step whose batch runs in `mode`. masked: some request has a grammar
 
     Eager steps have one segment per phase. PIECEWISE and FULL capture each forward pass. STEP
     captures all phases, in as few graphs as their host calls and lanes allow. A phase on another
     lane that joins no graph is captured if its lane has sizes to capture.
     """
     segments: list[Segment] = []
-    for phase in phases:
+    for phase in (each.of_batch(masked) for each in phases):
         last = segments[-1] if segments else None
         if mode is RunMode.STEP and last and last.lane is None and phase.joins:
             segments[-1] = Segment((*last.phases, phase), captured=True)

@@ -19,6 +19,7 @@ class GraphLimits:
     query_len: int  # query tokens of a request in a decode batch
     sizes: tuple[int, ...] | None  # from the user; None for the defaults
     max_default: int = MAX_DEFAULT_SIZE  # the largest of the defaults
+    masked: bool = False  # whole steps with masks of the host are captured, too
 
 
 def plan_graphs(
@@ -47,13 +48,15 @@ def plan_graphs(
 
 
 def _decode_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutionDescriptor]:
-    kinds: list[SamplingKind | None] = [None]
+    query_len = limits.query_len
+    kinds: list[tuple[SamplingKind | None, bool]] = [(None, False)]
     if mode is RunMode.STEP:
-        kinds = list(SamplingKind)
+        masked = (False, True) if limits.masked else (False,)
+        kinds = [(kind, each) for each in masked for kind in SamplingKind]
     return [
-        BatchExecutionDescriptor(mode, reqs * limits.query_len, reqs, limits.query_len, kind)
-        for reqs in _sizes(limits, min(limits.max_reqs, limits.max_tokens // limits.query_len))
-        for kind in kinds
+        BatchExecutionDescriptor(mode, reqs * query_len, reqs, query_len, kind, masked)
+        for reqs in _sizes(limits, min(limits.max_reqs, limits.max_tokens // query_len))
+        for kind, masked in kinds
     ]
 
 

@@ -140,13 +140,16 @@ def commit_tokens(
     among the sampled ones ends its request.
 
     sampled: [max_reqs, K + 1] int64, contiguous
-    num_sampled: [max_reqs] int64, 0 for rows that sample nothing
+    num_sampled: [max_reqs] int64, 0 for rows that sample nothing; -1 - n for a row that fails after
+    n tokens, which also ends its request
     """
+    failed = num_sampled < 0
+    num_sampled = torch.where(failed, -1 - num_sampled, num_sampled)
     row_slots, width = step.row_slots, slots.token_ids.shape[1]
     known = slots.num_tokens[row_slots]
     place = torch.arange(sampled.shape[1], device=sampled.device)
     taken = place < num_sampled[:, None]  # [max_reqs, K + 1]
-    ended = (taken & _stops(slots, stops, row_slots, sampled)).any(dim=1)
+    ended = (taken & _stops(slots, stops, row_slots, sampled)).any(dim=1) | failed
     slots.token_limit[torch.where(ended, row_slots, slots.sink)] = 0
     # Tokens that are not taken go into the sink, where they do no harm.
     writer = torch.where(taken, row_slots[:, None], slots.sink)

@@ -47,7 +47,37 @@ class History:
         return torch.arange(self.token_ids.shape[1], device=self.token_ids.device)[None, :]
 
 
+@dataclass(frozen=True)
+class MaskTensors:
+    """The tokens that grammars allow, in bits. The host writes them before phase V."""
+
+    bits: Tensor  # [max_reqs * (K + 1), ceil(vocab_size / 32)] int32: 1 for tokens that are allowed
+    rows: Tensor  # [max_reqs, K + 1] int64: row of `bits` for each position; -1 for no mask
+
+    @staticmethod
+    def make(max_reqs: int, width: int, vocab_size: int, device: torch.device) -> "MaskTensors":
+        shape = (max_reqs * width, -(-vocab_size // 32))
+        return MaskTensors(
+            bits=torch.zeros(shape, dtype=torch.int32, device=device),
+            rows=torch.full((max_reqs, width), -1, dtype=torch.int64, device=device),
+        )
+
+
 # ---- edits ----
+
+
+@op("logits", kernel_module="sampling_edits")
+def apply_masks_(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """Rule out tokens whose bit is 0.
+
+    bits: [m, ceil(vocab_size / 32)] int32; token t is bit t % 32 of word t // 32
+    rows: [n] int64, the row of `bits` for each row of logits; -1 leaves the logits as they are
+    """
+    words = bits[rows.clamp(min=0)]  # [n, words]
+    place = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = (words[:, :, None] >> place) & 1
+    forbidden = (allowed == 0).flatten(1)[:, : logits.shape[1]]
+    logits.masked_fill_(forbidden & (rows >= 0)[:, None], NEVER)
 
 
 @op("logits", kernel_module="sampling_edits")
@@ -221,11 +251,13 @@ def draw(
     purpose: Purpose = Purpose.SAMPLE,
     slot: Tensor | None = None,
     tempers: bool = False,
+    checks: bool = False,
 ) -> Tensor:
     """[n] int64: a draw from softmax(logits); the argmax at temperature 0.
 
     temperature, seeds: [n]; positions: [n], always by row
     tempers: divide by the temperature here; otherwise the logits are tempered already
+    checks: -1 for a row without a best token, as in `greedy`
     """
     temperature, seeds = _rows(slot, temperature, seeds)
     if tempers:
@@ -233,13 +265,19 @@ def draw(
         temper_(logits, temperature)
     noise = gumbel(seeds, positions, purpose, logits.shape[1])
     noise.mul_((temperature > 0)[:, None])
-    return (logits + noise).argmax(dim=1)
+    return greedy.reference(logits + noise, checks)
 
 
 @op("logits")
-def greedy(logits: Tensor) -> Tensor:
-    """[n] int64: the likeliest token, the first of equal ones."""
-    return logits.argmax(dim=1)
+def greedy(logits: Tensor, checks: bool = False) -> Tensor:
+    """[n] int64: the likeliest token, the first of equal ones.
+
+    checks: -1 for a row without a best token: one has NaN, or all are -inf
+    """
+    best = logits.argmax(dim=1)
+    if not checks:
+        return best
+    return torch.where(logits.gather(1, best[:, None]).squeeze(1) > NEVER, best, -1)
 
 
 @op("logits")

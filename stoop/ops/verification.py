@@ -51,9 +51,10 @@ def write_verdict(
     """Write what a step yields: accepted drafts, the token after them, and zeros to the end.
 
     chosen: [n, width] int64 for the first n rows, the token for each position in case it comes
-    last; width is K + 1, or 1 if no row has drafts
+    last, -1 if there is none; width is K + 1, or 1 if no row has drafts
     accepts: [n, width - 1] bool or int8; None accepts drafts that equal the token chosen there
     token_ids: [max_reqs, K + 1], num_tokens, num_drafts: [max_reqs], all int64 and written
+    A row that accepts j drafts and has no token after them fails: its num_tokens is -1 - j.
     """
     count, width = chosen.shape
     drafts = drafts_of(slots, step, count, width - 1)
@@ -61,10 +62,12 @@ def write_verdict(
         accepts = chosen[:, :-1] == drafts
     num_accepted = count_accepted(accepts, step.row_drafts[:count])
     token_ids.zero_()
-    token_ids[:count, :width].copy_(join_tokens(drafts, num_accepted, chosen))
+    token_ids[:count, :width].copy_(join_tokens(drafts, num_accepted, chosen.clamp(min=0)))
     num_drafts.copy_(step.row_drafts)
     num_tokens.zero_()
-    num_tokens[:count].copy_((num_accepted + 1) * step.samples[:count])
+    failed = chosen.gather(1, num_accepted[:, None]).squeeze(1) < 0
+    counts = torch.where(failed, -1 - num_accepted, num_accepted + 1)
+    num_tokens[:count].copy_(counts * step.samples[:count])
 
 
 def accept_by_ratio(

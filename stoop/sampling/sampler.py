@@ -24,6 +24,7 @@ class SamplingNeeds:
     min_p: bool = False
     top_p: bool = False
     top_k_width: int = 0  # the largest top_k; 0: no row has one; -1: only some rows have one
+    masked: bool = False  # by a grammar
 
     @staticmethod
     def of(rules: Iterable[TokenRules]) -> "SamplingNeeds":
@@ -39,20 +40,21 @@ class SamplingNeeds:
             min_p=any(p.min_p > 0 for p in noisy),
             top_p=any(p.top_p < 1 for p in noisy),
             top_k_width=_width([p.top_k for p in noisy]),
+            masked=any(p.structured_outputs is not None for p in params),
         )
 
     @property
     def kind(self) -> SamplingKind:
-        """The smallest kind that serves this batch; log-probabilities are not part of it."""
+        """The smallest kind that serves this batch; scores and masks are not part of it."""
         if self.edits_logits or self.min_p or self.filters:
             return SamplingKind.FULL
         return SamplingKind.NOISE if self.noise else SamplingKind.GREEDY
 
     @staticmethod
-    def of_kind(kind: SamplingKind) -> "SamplingNeeds":
+    def of_kind(kind: SamplingKind, masked: bool = False) -> "SamplingNeeds":
         """Everything that a batch of this kind may need: what a graph must contain."""
         if kind is SamplingKind.GREEDY:
-            return SamplingNeeds()
+            return SamplingNeeds(masked=masked)
         every = kind is SamplingKind.FULL
         return SamplingNeeds(
             noise=True,
@@ -62,6 +64,7 @@ class SamplingNeeds:
             bad_words=every,
             min_p=every,
             top_p=every,
+            masked=masked,
         )
 
     @property
@@ -90,11 +93,26 @@ class Positions:
 
 
 class Sampler:
-    """Draws tokens by the parameters and histories of slots."""
+    """Draws tokens by the parameters and histories of slots.
 
-    def __init__(self, state: SamplingState, slots: SlotTensors) -> None:
+    masks: of the step, which the host writes; None if there are no grammars
+    """
+
+    def __init__(
+        self, state: SamplingState, slots: SlotTensors, masks: ops.MaskTensors | None = None
+    ) -> None:
         self.state = state
         self.slots = slots
+        self.masks = masks
+
+    def mask_(self, logits: Tensor, num_reqs: int) -> None:
+        """Rule out what grammars forbid. It comes first: all else sees the tokens that are left.
+
+        logits: [num_reqs * width, vocab_size]
+        """
+        assert self.masks is not None
+        width = logits.shape[0] // num_reqs
+        ops.apply_masks_(logits, self.masks.bits, self.masks.rows[:num_reqs, :width].flatten())
 
     def adjust_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
         """Apply edits, temperature and filters: the result is the distribution to draw from.
@@ -116,13 +134,20 @@ class Sampler:
             max(needs.top_k_width, 0),
         )
 
-    def draw(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> Tensor:
-        """[n] int64: a token for each adjusted row; greedy rows take the likeliest."""
+    def draw(
+        self, logits: Tensor, where: Positions, needs: SamplingNeeds, checks: bool = False
+    ) -> Tensor:
+        """[n] int64: a token for each adjusted row; greedy rows take the likeliest.
+
+        checks: -1 for a row without one: its logits have NaN, or every token is ruled out
+        """
         if not needs.noise:
-            return ops.greedy(logits)
+            return ops.greedy(logits, checks)
         # The token to come is number `num_tokens` of its request: the key of its noise.
         state, positions = self.state, where.num_tokens
-        return ops.draw(logits, state.temperature, state.seeds, positions, slot=where.slot)
+        return ops.draw(
+            logits, state.temperature, state.seeds, positions, slot=where.slot, checks=checks
+        )
 
     def _edit_(self, logits: Tensor, where: Positions, needs: SamplingNeeds) -> None:
         state, slots, slot = self.state, self.slots, where.slot

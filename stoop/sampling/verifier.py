@@ -24,7 +24,9 @@ class Verdict:
 
     packed: Tensor  # [max_reqs * (K + 3)] int64: all fields, for one copy to the host
     token_ids: Tensor  # [max_reqs, K + 1] int64: tokens, then zeros
-    num_tokens: Tensor  # [max_reqs] int64: tokens of the row; 0 if it samples nothing
+    # [max_reqs] int64: tokens of the row; 0 if it samples nothing; -1 - n if the target has no
+    # token after n accepted drafts, because of NaN
+    num_tokens: Tensor
     num_drafts: Tensor  # [max_reqs] int64: drafts that were verified
 
     @staticmethod
@@ -75,11 +77,13 @@ class Verifier:
         logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 without drafts
         where: positions of the logits; None if all rows take the likeliest token
         """
+        if needs.masked:
+            self.sampler.mask_(logits, batch.num_reqs_padded)
         if where is None:
-            chosen = greedy(logits)
+            chosen = greedy(logits, checks=True)
         else:
             self.sampler.adjust_(logits, where, needs)
-            chosen = self.sampler.draw(logits, where, needs)
+            chosen = self.sampler.draw(logits, where, needs, checks=True)
         chosen = chosen.view(batch.num_reqs_padded, -1)
         accepts: Tensor | None = None
         if chosen.shape[1] > 1 and self.accepts_none is not None:
@@ -115,9 +119,8 @@ class Verifier:
         number = torch.arange(self.num_drafts, device=chosen.device)
         drafted = number < rows.num_drafts[:, None]
         noisy = (rows.temperature > 0)[:, None]
-        chosen = torch.cat(
-            (torch.where(noisy & drafted, redrawn, chosen[:, :-1]), chosen[:, -1:]), dim=1
-        )
+        replaced = noisy & drafted & (chosen[:, :-1] >= 0)
+        chosen = torch.cat((torch.where(replaced, redrawn, chosen[:, :-1]), chosen[:, -1:]), dim=1)
         return torch.where(noisy, accepts, chosen[:, :-1] == rows.drafts), chosen
 
 

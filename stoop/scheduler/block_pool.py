@@ -81,6 +81,10 @@ class BlockPool:
         assert self._refs[block] > 0, block
         self._cached.add(block)
 
+    def unmark_cached(self, block: int) -> None:
+        """The prefix cache no longer refers to this block."""
+        self._cached.discard(block)
+
     def check(self) -> None:
         """Assert that every block is either free or referenced, and the null block neither."""
         held = sum(refs > 0 for refs in self._refs)

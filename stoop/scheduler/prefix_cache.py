@@ -96,6 +96,13 @@ class PrefixCache:
             self._digest_of[block] = node.digest
             self.pool.mark_cached(block)
 
+    def withdraw(self, request: Request) -> None:
+        """Let no other request find the blocks of this one."""
+        for block in request.block_ids:
+            if block in self._digest_of:
+                self._forget(block)
+                self.pool.unmark_cached(block)
+
     def _find(self, request: Request, index: int) -> _Entry | None:
         node = self._node(request, index)
         entry = self._entries.get(node.digest)

@@ -13,9 +13,9 @@ The scheduler holds numbers only and imports no torch.
 """
 
 import itertools
+import time
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from stoop.config.errors import RequestError
 from stoop.config.schema import CacheConfig, ScheduleConfig
@@ -24,40 +24,14 @@ from stoop.core.outputs import SpecCounts
 from stoop.core.request import PromptLimits, Request, RequestStatus
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
+from stoop.scheduler.plan import PlanBuilder, SchedulerStats
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 
-
-@dataclass
-class SchedulerStats:
-    """Counters since the start."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    spec: SpecCounts = field(default_factory=SpecCounts)
-
-
-class _PlanBuilder:
-    """Collects a step's plan. A preemption may remove rows again."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens that the step may still compute
-        self.num_scheduled: dict[Request, int] = {}
-        self.admitted: dict[Request, None] = {}
-        self.appended: dict[Request, int] = {}  # number of blocks that it held before this step
-        self.preempted = False
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        self.num_scheduled[request] = num_tokens
-        self.budget -= num_tokens
-
-    def remove(self, request: Request) -> None:
-        self.budget += self.num_scheduled.pop(request, 0)
-        self.admitted.pop(request, None)
-        self.appended.pop(request, None)
+NO_TOKEN = (
+    "the model's logits are NaN or rule out every token: check the model's files, and whether its "
+    "numbers fit the dtype (float16 overflows where bfloat16 does not)"
+)
 
 
 class Scheduler:
@@ -90,11 +64,15 @@ class Scheduler:
 
     # ---- requests come and go ----
 
-    def add(self, request: Request) -> None:
-        """Queue a request, or refuse one that could never run."""
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never run."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use: choose another")
         self.limits.check(request.num_prompt_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse one that could never run."""
+        self.check(request)
         request.arrival = self._num_arrivals
         wanted = request.num_prompt_tokens + request.rules.max_tokens
         request.token_limit = min(wanted, self.config.max_model_len)
@@ -102,7 +80,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.waiting.push(request)
 
-    def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request, waiting or running. Results still in flight will be ignored."""
         if request.finished:
             return
@@ -163,7 +141,7 @@ class Scheduler:
         todo = self._order_running()
         if results_pending and self._lacks_blocks(todo):
             return None
-        plan = _PlanBuilder(self.config.max_num_batched_tokens)
+        plan = PlanBuilder(self.config.max_num_batched_tokens)
         self._continue_running(todo, plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -179,6 +157,8 @@ class Scheduler:
             if request is None or request.epoch != row.epoch:
                 continue  # it finished, was aborted or was preempted after the launch
             new_ids, num_drafts = self._take_tokens(request, row), row.num_drafts
+            if row.error is not None:
+                self.finish(request, "error", row.error)
             delta = Delta(
                 row.request_id,
                 new_ids,
@@ -186,12 +166,14 @@ class Scheduler:
                 request.stop_reason,
                 request.num_cached,
                 num_drafts,
-                len(row.token_ids) - 1 if num_drafts else 0,
+                len(row.token_ids) - (not row.failed) if num_drafts else 0,
             )
             if row.scores or row.prompt_scores:
                 delta.scores = row.scores[: len(new_ids)]
                 delta.prompt_scores = row.prompt_scores
                 delta.prompt_scores_start = row.prompt_scores_start
+            if request.admitted is not None:
+                delta.admitted, request.admitted = request.admitted, None
             deltas.append(delta)
         return deltas
 
@@ -226,7 +208,7 @@ class Scheduler:
                 prefills.append((request, remaining))
         return decodes + prefills
 
-    def _continue_running(self, todo: list[tuple[Request, int]], plan: _PlanBuilder) -> None:
+    def _continue_running(self, todo: list[tuple[Request, int]], plan: PlanBuilder) -> None:
         for request, wanted in todo:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by an earlier request of this loop
@@ -253,7 +235,7 @@ class Scheduler:
             missing += max(0, self._num_blocks(reserved) - len(request.block_ids))
         return missing > self.pool.num_free
 
-    def _admit_waiting(self, plan: _PlanBuilder) -> None:
+    def _admit_waiting(self, plan: PlanBuilder) -> None:
         while self.waiting and self._free_slots and plan.budget:
             request = self.waiting.peek()
             cached = self.prefix_cache.match(request)
@@ -286,9 +268,10 @@ class Scheduler:
         self.prefix_cache.count(request, request.num_computed)
         if request.num_cached is None:
             request.num_cached = request.num_computed
+            request.admitted = time.perf_counter()
             self.stats.num_prompt_tokens += request.num_prompt_tokens
 
-    def _make_room(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
         """Get blocks for a running request; preempt the last requests in order if needed."""
         past = request.num_computed + num_tokens + self._num_lookahead
         if past <= len(request.block_ids) * self.block_size:
@@ -302,7 +285,7 @@ class Scheduler:
                 return False
         return True
 
-    def _grow(self, request: Request, num_tokens: int, plan: _PlanBuilder) -> bool:
+    def _grow(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
         num_held = len(request.block_ids)
         reserved = self._num_reserved(request.num_computed + num_tokens)
         missing = self._num_blocks(reserved) - num_held
@@ -327,7 +310,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.leave_slot()
 
-    def _finish_plan(self, plan: _PlanBuilder) -> StepPlan:
+    def _finish_plan(self, plan: PlanBuilder) -> StepPlan:
         # Admissions first: they show what is computed before the rows are launched.
         admissions = [self._admission(request) for request in plan.admitted]
         rows = []
@@ -389,7 +372,7 @@ class Scheduler:
         )
 
     @staticmethod
-    def _block_appends(plan: _PlanBuilder) -> Iterable[BlockAppend]:
+    def _block_appends(plan: PlanBuilder) -> Iterable[BlockAppend]:
         for request in plan.admitted:
             yield BlockAppend(request.slot, 0, list(request.block_ids))
         for request, start in plan.appended.items():
@@ -397,7 +380,7 @@ class Scheduler:
                 yield BlockAppend(request.slot, start, request.block_ids[start:])
 
     @staticmethod
-    def _blocks_to_zero(plan: _PlanBuilder) -> list[int]:
+    def _blocks_to_zero(plan: PlanBuilder) -> list[int]:
         """The blocks that this step allocates, by their holders at the end of planning.
 
         A request that was preempted again has none, and its blocks may have another holder.
@@ -412,6 +395,8 @@ class Scheduler:
         """Append a row's tokens, up to one that ends the request; returns those appended."""
         request.land()
         new_ids = row.token_ids
+        if row.failed:
+            return self._fail(request, row)
         if row.num_drafts:
             self.stats.spec.add(row.num_drafts, len(new_ids) - 1)
         known = request.token_ids
@@ -427,14 +412,33 @@ class Scheduler:
 
     def _take_last_tokens(self, request: Request, new_ids: list[int]) -> list[int]:
         """As `_take_tokens`, one token at a time: any of them may end the request."""
+        taken = self._append(request, new_ids)
+        if not request.finished:
+            self._settle(request, bool(new_ids))
+        return taken
+
+    def _append(self, request: Request, new_ids: list[int]) -> list[int]:
+        """Append tokens up to one that ends the request; returns those appended."""
         for count, token in enumerate(new_ids, start=1):
             request.token_ids.append(token)
             self.stats.num_generated_tokens += 1
             self._end(request, token)
             if request.finished:
                 return new_ids[:count]
-        self._settle(request, bool(new_ids))
         return new_ids
+
+    def _fail(self, request: Request, row: RowResult) -> list[int]:
+        """There is no next token: end the request, unless an accepted draft ended it before.
+
+        What it computed may be NaN too, so no other request may find its blocks.
+        """
+        if row.num_drafts:
+            self.stats.spec.add(row.num_drafts, len(row.token_ids))
+        taken = self._append(request, row.token_ids)
+        if not request.finished:
+            self.prefix_cache.withdraw(request)
+            self.finish(request, "error", NO_TOKEN)
+        return taken
 
     def _settle(self, request: Request, has_new_tokens: bool) -> None:
         """A step's tokens are known. Rejected drafts were computed too, but do not count."""

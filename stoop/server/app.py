@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
     name = settings.model_names[0]
     metrics = make_metrics(llm, name, settings.metrics_names == "vllm")
-    return Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
+    service = Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
+    metrics.http_open = lambda: service.num_requests
+    return service
 
 
 def make_app(service: Service) -> Any:
@@ -104,7 +106,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            ids = tokenizer.encode(body.prompt, add_special_tokens=special)
+            ids = await service.prompts.token_ids(body.prompt, special)
         else:
             prompt = await service.prompts.render(
                 plain_messages(body.messages or []),
@@ -115,13 +117,17 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 special_tokens=bool(body.add_special_tokens),
             )
             ids = prompt.token_ids
-        texts = [tokenizer.decode([each], False) for each in ids]
+        texts = None
+        if body.return_token_strs:
+            texts = await service.prompts.in_thread(
+                lambda: [tokenizer.decode([each], False) for each in ids]
+            )
         return json_response(
             {
                 "count": len(ids),
                 "max_model_len": service.prompts.max_model_len,
                 "tokens": ids,
-                "token_strs": texts if body.return_token_strs else None,
+                "token_strs": texts,
             }
         )
 
@@ -132,7 +138,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         for token in body.tokens:
             if token >= size:
                 raise refuse(f"`tokens` has {token}: the model knows 0 to {size - 1}", "tokens")
-        return json_response({"prompt": tokenizer.decode(body.tokens, False)})
+        text = await service.prompts.in_thread(tokenizer.decode, body.tokens, False)
+        return json_response({"prompt": text})
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

@@ -64,6 +64,7 @@ class Generation:
         self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self.admitted: float | None = None
         self.arrival = time.perf_counter()
         self.arrival_time = time.time()
 
@@ -202,6 +203,8 @@ class Generation:
         self.num_drafted += sum(a.spec.num_draft_tokens for a in output.outputs if a.spec)
 
     def _count(self, delta: RequestDelta) -> None:
+        if self.admitted is None:
+            self.admitted = delta.admitted  # of the first prompt that started
         for answer in delta.answers:
             self.num_output += len(answer.token_ids)
             if answer.finish_reason is not None:
@@ -225,7 +228,14 @@ class Generation:
 
     def _times(self) -> RequestTimes:
         now = time.perf_counter()
-        return RequestTimes(self.arrival, self.first_token, now, self.last_token, self.arrival_time)
+        return RequestTimes(
+            self.arrival,
+            self.first_token,
+            now,
+            self.last_token,
+            self.arrival_time,
+            self.admitted,
+        )
 
     def _end(self) -> None:
         self.service.metrics.observe(
@@ -276,6 +286,7 @@ def _as_delta(output: RequestOutput) -> RequestDelta:
         len(output.prompt_token_ids),
         output.num_cached_tokens,
         output.prompt_logprobs,
+        output.times.admitted,
     )
 
 

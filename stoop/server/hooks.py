@@ -1,7 +1,7 @@
 """Metrics and traces, if they are installed; otherwise objects that do nothing."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from stoop.config.errors import ConfigError
@@ -10,6 +10,8 @@ from stoop.core.outputs import RequestTimes
 
 class Metrics(Protocol):
     """What endpoints tell the metrics; `stoop.server.metrics.ServerMetrics` implements it."""
+
+    http_open: Callable[[], int]  # HTTP requests being answered
 
     def request_arrived(self) -> None: ...
     def first_token(self, seconds: float) -> None: ...
@@ -31,6 +33,8 @@ class Metrics(Protocol):
 
 class NoMetrics:
     """For tests, and for a server without prometheus_client."""
+
+    http_open: Callable[[], int]
 
     def request_arrived(self) -> None: ...
     def first_token(self, seconds: float) -> None: ...

@@ -4,19 +4,18 @@ import asyncio
 import ctypes
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from stoop.config.values import shown
 from stoop.server.errors import ApiError, refuse
 from stoop.server.protocol.chat import Message
-from stoop.text.tokenizer import Tokenizer
+from stoop.text.tokenizer import LONG_TEXT, Tokenizer
 
 RENDER_SECONDS = 5.0
-MAX_PROMPT_CHARS = 64 << 20
-SHORT = 8192  # characters that are encoded on the event loop: a thread would take longer
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,13 @@ class _TooSlow(Exception):
 class PromptMaker:
     """Renders and encodes prompts for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_model_len: int, chat_template: str | None = None
+    ) -> None:
+        """chat_template: the text of another one than the model's"""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.chat_template = chat_template
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stoop-prompts")
 
     def close(self) -> None:
@@ -49,11 +52,18 @@ class PromptMaker:
     async def encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, list):
             return self._checked(EncodedPrompt(None, prompt))
-        if len(prompt) <= SHORT:
-            return self._checked(EncodedPrompt(prompt, self.tokenizer.encode(prompt)))
+        self._check_length(prompt)
+        return self._checked(EncodedPrompt(prompt, await self.token_ids(prompt)))
+
+    async def token_ids(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Those of a text of any length."""
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, special_tokens)
+        return await self.in_thread(self.tokenizer.encode, text, special_tokens)
+
+    async def in_thread(self, work: Callable[..., Item], *arguments: Any) -> Item:
         loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._threads, self.tokenizer.encode, prompt)
-        return self._checked(EncodedPrompt(prompt, ids))
+        return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def render(
         self,
@@ -73,15 +83,23 @@ class PromptMaker:
                 add_generation_prompt,
                 continue_final_message,
                 tools,
+                chat_template=self.chat_template,
                 variables=variables,
             )
-            if len(text) > MAX_PROMPT_CHARS:
-                raise refuse(
-                    f"the chat template wrote {len(text)} characters: shorten the messages"
-                )
+            self._check_length(text)
             return EncodedPrompt(text, self.tokenizer.encode(text, special_tokens))
 
         return self._checked(await _limited(self._threads, work, RENDER_SECONDS))
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that is too long however it is encoded, before that takes seconds."""
+        if len(text) > self.max_model_len * self.tokenizer.max_token_chars:
+            raise ApiError(
+                400,
+                f"the prompt has {len(text)} characters, which are more than the "
+                f"{self.max_model_len} tokens that the model takes: shorten the prompt",
+                code="context_length_exceeded",
+            )
 
     def _checked(self, prompt: EncodedPrompt) -> EncodedPrompt:
         if len(prompt.token_ids) >= self.max_model_len:

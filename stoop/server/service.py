@@ -31,7 +31,8 @@ class Service:
         self.metrics = metrics or NoMetrics()
         self.tracer = tracer or NoTracer()
         schedule = llm.config.schedule
-        self.prompts = PromptMaker(llm.tokenizer, schedule.max_model_len)
+        template = settings.read_chat_template()
+        self.prompts = PromptMaker(llm.tokenizer, schedule.max_model_len, template)
         self.capacity = schedule.max_num_seqs + settings.max_queue
         self.num_drafts = schedule.num_drafts
         self.started = int(time.time())
@@ -40,8 +41,8 @@ class Service:
         self.num_requests = 0  # HTTP requests that are being answered
         self.idle = asyncio.Event()  # no HTTP request is being answered
         self.idle.set()
-        self.template = llm.tokenizer.chat_template_text
-        self.tool_format: ToolFormat = choose_format(settings.tool_call_parser, self.template)
+        shown = template or llm.tokenizer.chat_template_text
+        self.tool_format: ToolFormat = choose_format(settings.tool_call_parser, shown)
 
     @property
     def model_name(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stoop.config.errors import ConfigError
@@ -71,6 +72,9 @@ class ServerSettings:
     max_restarts: int = _flag(
         3, LIMITS, "times that a dead engine process is restarted in ten minutes"
     )
+    chat_template: str | None = _flag(
+        None, ANSWERS, "file with a Jinja chat template to use instead of the model's own"
+    )
     tool_call_parser: str = _flag(
         "auto",
         ANSWERS,
@@ -91,7 +95,17 @@ class ServerSettings:
     )
     keep_alive: float = 10.0  # between comments in a stream that has nothing to send
 
+    def read_chat_template(self) -> str | None:
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise ConfigError(f"--chat-template {self.chat_template}: {reason}") from None
+
     def __post_init__(self) -> None:
+        self.read_chat_template()
         _one_of("tool_call_parser", self.tool_call_parser, ("auto", *TOOL_PARSERS))
         if self.reasoning_parser is not None:
             _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)

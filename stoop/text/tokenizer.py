@@ -22,6 +22,8 @@ _TENSOR_ARGUMENTS = (
     "tokenizer_kwargs",
 )  # fmt: skip
 
+LONG_TEXT = 4096  # characters
+
 # Files from which transformers can build the tokenizer.json that a folder lacks.
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 
@@ -69,6 +71,15 @@ class Tokenizer:
         """How many tokens there are, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def tokens(self) -> dict[str, int]:
+        """The id of every token, added ones included, as the vocabulary spells them."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def decoder_settings(self) -> str:
+        """How tokens are joined to text, as tokenizer.json has it: JSON."""
+        decoder = self._backend.decoder
+        return "null" if decoder is None else decoder.__getstate__().decode()
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
@@ -83,7 +94,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError(f"a prompt is a string, not {type(text).__name__}: pass text")
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = self._encode(text, add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             # Versions of the library differ in what they raise for a string that UTF-8 lacks.
             raise RequestError(
@@ -92,6 +103,18 @@ class Tokenizer:
         if add_special_tokens and self._prepends_bos and self.bos_token_id is not None:
             return [self.bos_token_id, *ids]
         return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The same ids, and other threads of Python go on meanwhile: a megabyte takes a second.
+        (made,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return made.ids
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """An upper bound on the characters of one token."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, or of a single one. Ids outside the vocabulary have no text."""

@@ -75,26 +75,29 @@ class PhaseExecutor:
         self.attn_states: dict[BatchExecutionDescriptor, AttentionState] = {}  # the target's
         # Called before each replay with the segment's name and the descriptor.
         self.on_replay: list[Callable[[str, BatchExecutionDescriptor], None]] = []
-        self._segments: dict[tuple[RunMode, bool], list[Segment]] = {}
+        self._segments: dict[tuple[RunMode, bool, bool], list[Segment]] = {}
         self._captured: list[States] = []  # graphs read them: they stay
 
-    def segments(self, mode: RunMode, drafting: bool = True) -> list[Segment]:
-        found = self._segments.get((mode, drafting))
+    def segments(self, mode: RunMode, drafting: bool = True, masked: bool = False) -> list[Segment]:
+        found = self._segments.get((mode, drafting, masked))
         if found is None:
             # A graph that holds drafting together with other phases drafts in any case.
-            found = self._segments[mode, drafting] = [
+            found = self._segments[mode, drafting, masked] = [
                 segment
-                for segment in cut(mode, self.phases)
+                for segment in cut(mode, self.phases, masked)
                 if drafting or not all(phase.drafts for phase in segment.phases)
             ]
         return found
+
+    def _segments_of(self, step: Step) -> list[Segment]:
+        return self.segments(step.descriptor.mode, step.drafting, step.needs.masked)
 
     # ---- a step ----
 
     def run(self, step: Step, on_update: Callable[[], None] | None = None) -> None:
         """By graphs where there are some. `on_update` is called as soon as the step's tokens are
         known: after phase U, or after the graph that holds it."""
-        for segment in self.segments(step.descriptor.mode, step.drafting):
+        for segment in self._segments_of(step):
             if segment.host_call is not None:
                 segment.host_call(step.batch)
             descriptor = self._descriptor(segment, step)
@@ -108,7 +111,7 @@ class PhaseExecutor:
     def run_twin(self, step: Step) -> None:
         """The same phases eagerly, on the extents and with the bounds of the graphs that `run`
         replays. step: with metadata that has not been used"""
-        for segment in self.segments(step.descriptor.mode, step.drafting):
+        for segment in self._segments_of(step):
             if segment.host_call is not None:
                 segment.host_call(step.batch)
             descriptor = self._descriptor(segment, step)
@@ -125,7 +128,7 @@ class PhaseExecutor:
         """Whether any graph serves this step."""
         return any(
             segment.captured and self._descriptor(segment, step).mode is not RunMode.NONE
-            for segment in self.segments(step.descriptor.mode, step.drafting)
+            for segment in self._segments_of(step)
         )
 
     def _descriptor(self, segment: Segment, step: Step) -> BatchExecutionDescriptor:
@@ -222,10 +225,11 @@ class PhaseExecutor:
 
     def _jobs(self) -> Iterator[tuple[Segment, BatchExecutionDescriptor]]:
         """Every graph to capture."""
-        modes = dict.fromkeys(descriptor.mode for descriptor in self.target.descriptors)
-        for mode in modes:
-            sizes = [d for d in self.target.descriptors if d.mode is mode]
-            for segment in self.segments(mode):
+        kinds = dict.fromkeys((each.mode, each.masked) for each in self.target.descriptors)
+        for kind in kinds:
+            mode, masked = kind
+            sizes = [d for d in self.target.descriptors if (d.mode, d.masked) == kind]
+            for segment in self.segments(mode, masked=masked):
                 if segment.captured and segment.lane is None:
                     yield from ((segment, descriptor) for descriptor in sizes)
         # Segments of other lanes are the same in every mode, but for steps that hold them whole.
@@ -300,7 +304,7 @@ class PhaseExecutor:
 
 def _needs(descriptor: BatchExecutionDescriptor) -> SamplingNeeds:
     """What a graph holds. One of a pass alone serves every kind of sampling."""
-    return SamplingNeeds.of_kind(descriptor.sampling or SamplingKind.FULL)
+    return SamplingNeeds.of_kind(descriptor.sampling or SamplingKind.FULL, descriptor.masked)
 
 
 def _inside(descriptor: BatchExecutionDescriptor) -> BatchExecutionDescriptor:

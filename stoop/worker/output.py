@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stoop.batch.input_batch import InputBatch
 from stoop.core.step import PlannedRow, RowResult, StepResult, TokenScores
+from stoop.grammar.masks import GrammarMasks
 from stoop.models.base import Model
 from stoop.ops.sampling import score
 from stoop.sampling.verifier import Verdict
@@ -139,7 +140,14 @@ class LaunchedStep:
     batch: InputBatch
     output: StepOutput
     reader: ScoreReader
-    wants_scores: bool  # hidden states must stay as they are until the result is read
+    has_scores: bool
+    grammars: GrammarMasks | None = None  # if a row has one
+
+    @property
+    def wants_scores(self) -> bool:
+        """Hidden states must stay as they are until the result is read, and masks of the next step
+        depend on it."""
+        return self.has_scores or self.grammars is not None
 
     def result(self) -> StepResult:
         self.output.wait()
@@ -153,7 +161,11 @@ class LaunchedStep:
             RowResult(row.request_id, row.epoch, tokens[:count], drafts)
             for row, tokens, count, drafts in found
         ]
-        if self.wants_scores:
+        if min(counts, default=0) < 0:
+            _mark_failed(rows, token_ids, counts)
+        if self.grammars is not None:
+            self.grammars.advance(batch.plan_rows, rows)
+        if self.has_scores:
             self._add_scores(rows)
         return StepResult(self.index, rows)
 
@@ -169,6 +181,13 @@ class LaunchedStep:
             row.prompt_scores = self.reader.prompt(plan, first_token)
             row.prompt_scores_start = plan.num_computed + 1
             first_token += plan.num_tokens
+
+
+def _mark_failed(rows: list[RowResult], token_ids: list[list[int]], counts: list[int]) -> None:
+    """A count of -1 - n means: n tokens, and then none."""
+    for row, tokens, count in zip(rows, token_ids, counts, strict=True):
+        if count < 0:
+            row.token_ids, row.failed = tokens[: -1 - count], True
 
 
 def _cut(scores: TokenScores, num_best: int) -> TokenScores:

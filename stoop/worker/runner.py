@@ -15,11 +15,13 @@ from stoop.batch.staging import StagedWrites
 from stoop.config.schema import Config
 from stoop.core.report import Report
 from stoop.core.step import PlannedRow, StepPlan, StepResult
+from stoop.grammar.compiler import GrammarStore
+from stoop.grammar.masks import GrammarMasks
 from stoop.graph.buffers import Buffer
 from stoop.graph.cuda import CudaGraphBackend
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.graph.dispatch import BatchShape
-from stoop.graph.phases import HostCall, check_order
+from stoop.graph.phases import check_order
 from stoop.graph.tape import TapeBackend
 from stoop.layers.attention import Attention
 from stoop.layers.stateful import StatefulLayer, number_layers, stateful_layers
@@ -45,11 +47,12 @@ from stoop.worker.output import LaunchedStep, OutputRing, ScoreReader, StepOutpu
 from stoop.worker.phases import step_phases
 from stoop.worker.profiling import follow_measured_products, measure_work_bytes
 from stoop.worker.sanitized import StepSanitizer
-from stoop.worker.target import Target, TargetLane
+from stoop.worker.target import MASK_BUFFERS, Target, TargetLane
 
 log = logging.getLogger(__name__)
 
-HOST_BUFFERS = ("idx_mapping", "query_start_loc")  # written by the host before each step
+# Written by the host: rows before each step, masks before phase V.
+HOST_BUFFERS = ("idx_mapping", "query_start_loc", *MASK_BUFFERS)
 
 
 @dataclass
@@ -86,17 +89,9 @@ class _Dispatched:
 
 
 class ModelRunner:
-    """Loads a model and its drafter, sizes their states, captures graphs, and runs planned steps.
+    """Loads a model and its drafter, sizes their states, captures graphs, runs planned steps."""
 
-    host_calls: by name of a phase, what the host does right before it in every step
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        report: Report | None = None,
-        host_calls: dict[str, HostCall] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, report: Report | None = None) -> None:
         self.config = config
         self.device = torch.device(config.device.device)
         self.block_size = config.cache.block_size
@@ -113,7 +108,8 @@ class ModelRunner:
         self.target = Target(config, self.model, self.device)
         self._make_model_states(config)
         self.speculator = self._make_speculator(config)
-        phases = step_phases(self.target, self.speculator, host_calls or {})
+        self.grammars = self._make_grammars(config)
+        phases = step_phases(self.target, self.speculator, {})
         check_order(phases, self.declare_buffers(), by_host=HOST_BUFFERS)
         self.lane = TargetLane(config, self.target)
         cuda = self.device.type == "cuda"
@@ -185,6 +181,14 @@ class ModelRunner:
         )
         return make_speculator(setup, self.draft_model)
 
+    def _make_grammars(self, config: Config) -> GrammarMasks:
+        target = self.target
+        store = GrammarStore(config.load.tokenizer, config.model.vocab_size)
+        slots, num_drafts = target.state.tensors, config.schedule.num_drafts
+        made = GrammarMasks(store, target.masks, slots, num_drafts)
+        target.fill_masks = made.fill
+        return made
+
     def _size_states(self, config: Config) -> None:
         """KV gets the memory that weights, recurrent states and the largest step leave."""
         work = measure_work_bytes(self.target, self.executor, config)
@@ -208,7 +212,13 @@ class ModelRunner:
         """Hand a step to the device; nothing here waits for it. Results are read in order."""
         step = self.prepare(plan)
         output = self.run(step)
-        return LaunchedStep(plan.index, step.batch, output, self.score_reader, step.wants_scores)
+        grammars = None
+        if step.needs.masked:
+            grammars = self.grammars
+            grammars.send_drafts(plan.rows)
+        return LaunchedStep(
+            plan.index, step.batch, output, self.score_reader, step.wants_scores, grammars
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
@@ -222,6 +232,7 @@ class ModelRunner:
             target.state.admit(self.staged, admission)
             target.sampling_state.admit(self.staged, admission.slot, admission.rules)
             target.model_state.admit(self.staged, admission)
+            self.grammars.admit(admission)
         for append in plan.block_appends:
             target.state.append_blocks(self.staged, append)
         self.new_blocks.stage(self.staged, plan.blocks_to_zero)
@@ -299,4 +310,5 @@ def _shape(rows: list[PlannedRow], needs: SamplingNeeds) -> BatchShape:
         num_tokens=sum(row.num_tokens for row in rows),
         decode=all(row.decodes for row in rows),
         sampling=needs.kind,
+        masked=needs.masked,
     )

@@ -13,16 +13,19 @@ from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.buffers import Buffer, Extent, Lifetime, field_buffers
 from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode
 from stoop.graph.dispatch import BatchShape, Dispatcher
-from stoop.graph.phases import AttentionState, Phase
+from stoop.graph.phases import AttentionState, HostCall, Phase
 from stoop.graph.plan import GraphLimits, plan_graphs
 from stoop.layers.stateful import ForwardContext
 from stoop.model_state.base import ModelState
 from stoop.models.base import Model
 from stoop.ops.inputs import PADDING, TOKEN_BUFFERS, commit_tokens
+from stoop.ops.sampling import MaskTensors
 from stoop.sampling.sampler import Positions, Sampler
 from stoop.sampling.state import SamplingState
 from stoop.sampling.verifier import Verdict, Verifier
 from stoop.spec.base import Pass
+
+MASK_BUFFERS = ("mask_bits", "mask_rows")  # the host writes them, for batches with a grammar
 
 
 class Target:
@@ -41,8 +44,11 @@ class Target:
         self.query_len = schedule.query_len
         self.state = RequestState(num_slots, schedule.max_model_len, self.block_size, device)
         self.sampling_state = SamplingState.make(num_slots, device)
-        sampler = Sampler(self.sampling_state, self.state.tensors)
-        self.verifier = Verifier(sampler, config.spec, config.model.vocab_size)
+        vocab_size = config.model.vocab_size
+        self.masks = MaskTensors.make(num_slots, self.query_len, vocab_size, device)
+        self.fill_masks: HostCall | None = None  # of batches with a grammar, before phase V
+        sampler = Sampler(self.sampling_state, self.state.tensors, self.masks)
+        self.verifier = Verifier(sampler, config.spec, vocab_size)
         self.buffers = InputBuffers(num_slots, max_tokens, device)
         size = config.model.hidden_size
         self.hidden = torch.zeros(max_tokens, size, dtype=dtype, device=device)
@@ -77,8 +83,9 @@ class Target:
             Phase(
                 "V",
                 lambda run: self.verify(run),
-                reads=step | slots | sampling | drafts | {"hidden"},
+                reads=step | slots | sampling | drafts | {"hidden", *MASK_BUFFERS},
                 writes={"verdict"},
+                mask_call=self.fill_masks,
             ),
             Phase(
                 "U",
@@ -148,6 +155,9 @@ class Target:
             found.append(Buffer("taps", self.taps, Lifetime.STEP, Extent.TOKENS))
         verdict, rows = self.verdict.packed, self._verdict_rows
         found.append(Buffer("verdict", verdict, Lifetime.STEP, Extent.REQS, unpack=rows))
+        bits, of_rows = MASK_BUFFERS
+        found.append(Buffer(bits, self.masks.bits, Lifetime.STEP))
+        found.append(Buffer(of_rows, self.masks.rows, Lifetime.STEP, Extent.REQS))
         found += field_buffers(self.buffers.rows, Lifetime.STEP)
         for name, tensor in vars(self.buffers.step).items():
             extent = Extent.TOKENS if name in TOKEN_BUFFERS else Extent.REQS
@@ -180,6 +190,7 @@ class TargetLane:
             query_len=schedule.query_len,
             sizes=config.graph.capture_sizes,
             max_default=config.graph.max_capture_size,
+            masked=config.graph.capture_structured,
         )
         mode, support = GraphMode(config.graph.mode), target.model_state.graph_support
         self.descriptors: Sequence[BatchExecutionDescriptor] = plan_graphs(mode, support, limits)

@@ -6,10 +6,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from stoop import (
 )
 from stoop.core.outputs import CompletionOutput, Logprob, RequestOutput
 from stoop.engine.core_client import CoreClient
-from stoop.engine.wire import Lost
+from stoop.engine.wire import Abort, Lost, Ready
 from support.engines import SMALL, make_llm
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -153,6 +155,10 @@ CASES = {
         max_tokens=100, seed=9, stop=["A", "e", "\x10"], include_stop_str_in_output=True, n=2
     ),
     "stop token": SamplingParams(max_tokens=100, seed=2, stop_token_ids=list(range(60, 90))),
+    # The only token there is, "]", is drafted too: the string ends in the middle of a step.
+    "stop in a step": SamplingParams(
+        max_tokens=60, temperature=0.0, logit_bias={60: 100.0}, stop="]" * 7, logprobs=1
+    ),
     "no text": SamplingParams(max_tokens=9, temperature=0.0, detokenize=False),
 }
 
@@ -334,13 +340,23 @@ def test_a_start_that_fails_raises_the_core_s_error(
 # ---- failures of one request ----
 
 
-def test_a_lost_request_takes_its_other_answers_along(run: Run, engine: AsyncLLM) -> None:
+def test_a_lost_request_takes_its_other_answers_along(
+    run: Run, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    def spy(command: Any, send: Callable[[Any], None] = engine._client.send) -> None:
+        sent.append(command)
+        send(command)
+
     async def lose() -> None:
         await until_ready(engine)
+        monkeypatch.setattr(engine._client, "send", spy)
         stream, other = engine.stream(PROMPT, LONG.replace(n=2)), engine.stream(PROMPT, LONG)
         await anext(stream)
-        core_id = stream._box.group.answers[0].request.request_id
-        engine._client._take([Lost([core_id, "unknown/0"], "a step failed: retry")])
+        core_ids = [answer.request.request_id for answer in stream._box.group.answers]
+        engine._client._take([Lost([core_ids[0], "unknown/0"], "a step failed: retry")])
+        assert sent[-1] == Abort(core_ids)
         with pytest.raises(RequestLost, match="a step failed"):
             await read(stream)
         assert await read(stream) == []
@@ -395,6 +411,31 @@ def test_a_killed_core_fails_its_requests_and_comes_back(run: Run, engine: Async
         await until_idle(engine)
 
     run(crash())
+
+
+def test_a_restart_that_changes_the_engine(run: Run, engine: AsyncLLM) -> None:
+    """Memory may hold fewer tokens; with other drafts, requests that wait are refused."""
+
+    async def change() -> None:
+        await until_ready(engine)
+        config, limits = engine.config, engine._frontend.inputs.limits
+        short = replace(limits, kv_tokens=20)
+        engine.on_restarted(Ready(config, short, {}))
+        with pytest.raises(RequestError, match="the KV cache holds 20"):
+            engine.stream([1] * 20)
+        stream = engine.stream(PROMPT, LONG)
+        plain = replace(config, schedule=replace(config.schedule, num_drafts=0))
+        engine.on_restarted(Ready(plain, limits, {}))
+        with pytest.raises(CoreDied, match="other options"):
+            await read(stream)
+        with pytest.raises(RequestError, match="does not draft"):
+            engine.stream(PROMPT, SamplingParams(num_speculative_tokens=1))
+        engine.on_restarted(Ready(config, limits, {}))
+        kill_core(engine)  # which still has the request that was refused here
+        await until(lambda: engine.state != "ready")
+        await until_idle(engine)
+
+    run(change())
 
 
 def test_restarts_are_bounded(run: Run, text_model: Path) -> None:
@@ -487,6 +528,47 @@ def test_the_core_goes_when_its_parent_does(text_model: Path, moment: str) -> No
     while alive(pid):
         assert time.monotonic() < limit, "the core outlives its parent"
         time.sleep(0.02)
+
+
+HUNG = """
+import socket, sys, time
+from stoop.engine.core_process import watch_parent
+watch_parent(socket.socket(fileno=int(sys.argv[1])))
+print("watching", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_hung_core_goes_when_its_socket_closes() -> None:
+    """In the middle of a start or a step, when nothing reads the socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HUNG, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.PIPE,
+        )
+        theirs.close()
+        assert process.stdout is not None and process.stdout.readline() == b"watching\n"
+        assert process.poll() is None
+        ours.close()
+        assert process.wait(timeout=20) == 1
+
+
+def test_uvloop(text_model: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def stream_and_crash() -> None:
+        async with await AsyncLLM.start(str(text_model), **OPTIONS) as engine:
+            items = await read(engine.stream(PROMPT, CASES["greedy"]))
+            assert len(joined(items, 0).token_ids) == 40
+            stream = engine.stream(PROMPT, LONG)
+            await anext(stream)
+            kill_core(engine)
+            with pytest.raises(CoreDied):
+                await read(stream)
+
+    uvloop.run(asyncio.wait_for(stream_and_crash(), 120))
 
 
 def test_signals(run: Run, engine: AsyncLLM) -> None:

@@ -276,7 +276,7 @@ def test_chats_that_cannot_be_had_get_a_sentence(
 BAD_CALLS: list[tuple[Any, dict[str, Any], str]] = [
     ("hi", {"lora_request": object()}, "lora_request=.* is not supported: .*LoRA"),
     ("hi", {"lora_request": [object()]}, "LoRA"),
-    ("hi", {"guided_options_request": {"json": {}}}, "no structured outputs"),
+    ("hi", {"guided_options_request": {"json": {}}}, "write structured_outputs="),
     (None, {"prompt_token_ids": [1]}, "prompt_token_ids=.*pass prompts="),
     ({"prompt": "hi", "multi_modal_data": {"image": 1}}, {}, "multi_modal_data.*text only"),
     ({"prompt_token_ids": [1], "cache_salt": "x"}, {}, "cache_salt='x'.*enable_prefix_caching"),

@@ -82,6 +82,28 @@ def test_commit_equals_torch(seed: int) -> None:
 
 
 @pytest.mark.interpreted
+@SEEDS
+def test_failed_rows_keep_their_tokens_and_end(seed: int) -> None:
+    from stoop.ops.kernels import inputs as kernels
+
+    rng = random.Random(seed)
+    ours = prepared_case(rng)
+    theirs, before = ours.copy(), ours.copy()
+    sampled, counts = random_verdict(rng, ours)
+    failed = [row for row in range(ours.num_live) if counts[row] and rng.random() < 0.6]
+    for row in failed:
+        counts[row] = -counts[row]  # one token less than it had, and then none
+    reference.commit_tokens(theirs.slots, theirs.stops, theirs.rows, theirs.step, sampled, counts)
+    kernels.commit_tokens(ours.slots, ours.stops, ours.rows, ours.step, sampled, counts)
+    check_slots(ours, theirs, before)
+    for row in failed:
+        slot = ours.step.row_slots[row]
+        assert ours.slots.token_limit[slot] == 0
+        num_new = ours.slots.num_tokens[slot] - before.slots.num_tokens[slot]
+        assert num_new == -1 - counts[row]
+
+
+@pytest.mark.interpreted
 def test_a_step_and_the_one_behind_it_equal_torch() -> None:
     """Requests that a step ends are padding in the next, in both."""
     from stoop.ops.kernels import inputs as kernels

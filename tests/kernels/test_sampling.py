@@ -105,6 +105,38 @@ def test_draws_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("vocab_size", VOCABS)
+@pytest.mark.parametrize("filters", [False, True])
+def test_checked_draws_mark_rows_without_a_token(vocab_size: int, filters: bool) -> None:
+    """NaN in the last part, NaN everywhere, nothing but -inf; +inf is a token like others."""
+    from stoop.ops.kernels import sampling as kernels
+    from stoop.ops.kernels import sampling_filters as filter_kernels
+
+    for order in (0, 1, 2):  # each kind at several temperatures
+        logits = some_logits(vocab_size)
+        nan, one_nan, never, inf = [(order + row) % 5 for row in range(4)]
+        logits[nan], logits[never] = NAN, NEVER
+        logits[inf, 3] = float("inf")
+        marked = {nan, never}
+        if filters:  # a filter may drop the only NaN, and a row of NaN may become one of -inf
+            given = (TEMPERATURE, torch.full((5,), 0.1), TOP_K.clamp(min=3), torch.full((5,), 0.9))
+            plain = logits.clone()
+            reference.filter_(plain, *given)
+            filter_kernels.filter_(logits, *given)
+        else:
+            logits[one_nan, -1] = NAN
+            marked |= {one_nan}
+            plain = logits
+            greedy = kernels.greedy(logits, True)
+            assert torch.equal(greedy, reference.greedy.reference(logits, True))
+            assert {row for row in range(5) if greedy[row] == -1} == marked
+        draws = (TEMPERATURE, SEEDS, PLACES)
+        found = kernels.draw(logits, *draws, checks=True)
+        assert torch.equal(found, reference.draw.reference(plain, *draws, checks=True))
+        assert {row for row in range(5) if found[row] == -1} == marked
+
+
+@pytest.mark.interpreted
 def test_a_row_of_nan_draws_a_token_that_exists() -> None:
     from stoop.ops.kernels import sampling as kernels
 
@@ -143,6 +175,40 @@ def check_edit(edit: Op[..., None], kind: str, *given: Tensor | History) -> None
     assert torch.equal(plain, expected)
     edit.kernel(logits, *placed, slot=SLOT)
     assert torch.equal(logits, by_row)
+
+
+MASK_ROWS = torch.tensor([2, -1, 0, 6, 2])
+
+
+def some_masks(vocab_size: int) -> Tensor:
+    """[7, words] int32, every word random, the last bit of a word too."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    words = torch.randint(-(2**31), 2**31, (7, -(-vocab_size // 32)), generator=generator)
+    return words.to(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 700])
+def test_masks_forbid_bit_by_bit(vocab_size: int, dtype: torch.dtype) -> None:
+    bits, logits = some_masks(vocab_size), some_logits(vocab_size).to(dtype)
+    found = logits.clone()
+    reference.apply_masks_.reference(found, bits, MASK_ROWS)
+    for row, mask in enumerate(MASK_ROWS.tolist()):
+        for token in range(vocab_size):
+            allowed = mask < 0 or int(bits[mask, token // 32]) >> (token % 32) & 1
+            assert found[row, token] == (logits[row, token] if allowed else NEVER)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, *VOCABS])
+def test_masks_are_the_references(vocab_size: int) -> None:
+    bits = some_masks(vocab_size)
+    for rows in (MASK_ROWS, torch.full((5,), -1), MASK_ROWS.repeat(2)[::2]):
+        logits = some_logits(vocab_size, "banned")
+        expected = logits.clone()
+        reference.apply_masks_.reference(expected, bits, rows)
+        reference.apply_masks_.kernel(logits, bits, rows)
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.interpreted
@@ -386,13 +452,16 @@ def test_edits_and_filters_compile_for_an_h200(vocab_size: int) -> None:
     logits, floats, slot = torch.zeros(4, vocab_size), torch.zeros(4), ints(4)
     said = History(torch.zeros(4, 8192, dtype=torch.int32), slot, slot)
 
+    bits = torch.zeros(16, vocab_size // 32, dtype=torch.int32)
+
     def edits() -> None:
+        sampling_edits.apply_masks_(logits, bits, slot)
         sampling_edits.add_bias_(logits, ints(4, 512), torch.zeros(4, 512), slot, slot=slot)
         sampling_edits.forbid_stops_(logits, ints(4, 128), slot, slot, said, slot=slot)
         sampling_edits.forbid_bad_words_(logits, ints(4, 128, 16), said, slot=slot)
         sampling_edits.penalise_(logits, said, floats, floats, floats, slot=slot)
 
-    check_compiled(edits, 4)
+    check_compiled(edits, 5)
     check_compiled(
         lambda: sampling_filters.filter_(logits, floats, floats, slot, floats, slot=slot), 5
     )

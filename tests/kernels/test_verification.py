@@ -92,6 +92,40 @@ def test_verdict_equals_torch(seed: int, mode: str) -> None:
         check_equal(getattr(case, group), getattr(before, group))
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mode", ["match", "bool", "no drafts"])
+def test_rows_without_a_token_fail_after_their_accepted_drafts(mode: str) -> None:
+    from stoop.ops.kernels import verdict as kernels
+
+    num_failed = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        case = prepared_case(rng)
+        width = 1 if mode == "no drafts" else case.num_drafts + 1
+        chosen = random_choice(rng, case, case.max_reqs, width)
+        accepts = None if mode != "bool" else torch.rand(case.max_reqs, width - 1) < 0.7
+        whole = expected_verdict(chosen, accepts, case)
+        broken = chosen.where(torch.rand(chosen.shape) < 0.6, -1)
+        ours, theirs = poisoned_verdict(case), poisoned_verdict(case)
+        kernels.write_verdict(broken, accepts, case.slots, case.step, *parts(ours))
+        reference.write_verdict(broken, accepts, case.slots, case.step, *parts(theirs))
+        assert torch.equal(ours.packed, theirs.packed)
+        assert (ours.token_ids >= 0).all()  # ids that an embedding can look up
+        for row in range(case.max_reqs):
+            count = int(ours.num_tokens[row])
+            if not case.step.samples[row]:
+                assert count == 0
+            elif count < 0:
+                num_failed += 1
+                kept = -1 - count
+                assert broken[row, kept] == -1
+                assert ours.token_ids[row, :kept].tolist() == whole[0][row, :kept].tolist()
+                assert ours.token_ids[row, kept:].tolist() == [0] * (case.num_drafts + 1 - kept)
+            else:
+                assert (broken[row, count - 1] != -1) and count == int(whole[1][row])
+    assert num_failed > 0
+
+
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 8, 16])
 def test_verdict_compiles_for_an_h200(num_drafts: int) -> None:
     from stoop.ops.kernels import verdict as kernels

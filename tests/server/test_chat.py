@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from stoop.config.errors import ConfigError
 from stoop.core.structured import StructuredOutputs
 from stoop.server import conversation
+from stoop.server.settings import ServerSettings
 from support.fake_llm import FakeLLM
 from support.http import USER, events, make_server, post, refusal
 
@@ -297,6 +299,21 @@ def test_messages_reach_the_template():
     assert llm.seen[0][0]["prompt"] == (
         "system: Be brief.\nuser: a\nb\nassistant: Oslo\ntool: rain\nassistant: !"
     )
+
+
+def test_another_chat_template(tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for t in tools or [] %}<|python_tag|>{% endfor %}{{ messages[0].content }}?"
+    )
+    llm = FakeLLM(['{"name": "get_weather", "parameters": {}}'])
+    app, service = make_server(llm, chat_template=str(file))
+    (choice,) = whole(app, tools=TOOLS)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert llm.seen[0][0]["prompt"] == "<|python_tag|>hi?"
+    assert service.tool_format.name == "llama3_json"
+    with pytest.raises(ConfigError, match="--chat-template"):
+        ServerSettings(chat_template=str(tmp_path / "nope"))
 
 
 def test_the_final_message_can_be_continued():

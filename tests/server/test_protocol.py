@@ -217,3 +217,18 @@ def test_tokenize_and_detokenize(app):
 def test_the_schema_is_served(app):
     paths = call(app, "GET", "/openapi.json").json()["paths"]
     assert {CHAT, TEXT, RESPONSES, "/tokenize", "/health", "/metrics"} <= set(paths)
+
+
+def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch):
+    llm = FakeLLM()
+    app, _ = make_server(llm)
+
+    def encode(text, add_special_tokens=True):
+        raise AssertionError("this would take seconds")
+
+    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    for path, body in (
+        (TEXT, {"prompt": "x" * 10**6}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 10**6}]}),
+    ):
+        assert refusal(post(app, path, body), 400)["code"] == "context_length_exceeded"

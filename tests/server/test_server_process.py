@@ -1,6 +1,7 @@
 """A real `stoop serve` process on the loopback, driven by OpenAI's client."""
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -9,8 +10,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -175,6 +178,56 @@ def test_refusals(client):
         client.completions.create(model="other", prompt="a")
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x"]}},
+    "required": ["n", "b"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.skipif(
+    not hasattr(SamplingParams(), "structured_outputs"), reason="no structured outputs here"
+)
+@pytest.mark.parametrize("choice", [None, "required", NAMED], ids=["format", "required", "named"])
+def test_structured_answers_always_parse(tool_server, choice):
+    """A model with random weights writes nothing by chance."""
+    client = openai.OpenAI(base_url=tool_server.api, api_key="x", max_retries=0)
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+    asked = {"response_format": form} if choice is None else {"tools": TOOLS}
+    if choice is not None:
+        asked |= {"tool_choice": choice, "parallel_tool_calls": False}
+    for seed in range(2):
+        body = {"model": "tools", "messages": MESSAGES, "seed": seed, "max_tokens": 250, **asked}
+        (whole,) = client.chat.completions.create(**body).choices
+        text = whole.message.content
+        if choice is not None:
+            (call,) = whole.message.tool_calls
+            assert call.function.name == "f"
+            text = call.function.arguments
+        jsonschema.validate(json.loads(text), SCHEMA)
+        streamed = ""
+        for chunk in client.chat.completions.create(stream=True, **body):
+            for part in (each.delta for each in chunk.choices):
+                streamed += part.content or ""
+                for new in part.tool_calls or ():
+                    streamed += new.function.arguments
+        assert json.loads(streamed) == json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    template = (
+        "{% for t in tools or [] %}<tool_call>{{ t | tojson }}{% endfor %}"
+        "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant: "
+    )
+    folder = write_served_model(tmp_path_factory.mktemp("served") / "tools", template)
+    with ServerProcess(folder, engine=(*SMALL_ENGINE, *NGRAM)) as started:
+        yield started
+
+
 def test_state(server):
     assert httpx.get(f"{server.url}/health").json() == {"status": "ready"}
     assert httpx.get(f"{server.url}/metrics").status_code == 200
@@ -194,51 +247,92 @@ def test_a_port_in_use_is_one_sentence(folder):
     )
 
 
-def test_sigterm_drains_and_a_second_one_stops(folder, tmp_path):
-    """The first server finishes its stream; the second one is told twice."""
-    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+def test_a_signal_ends_the_start(folder):
+    command = [sys.executable, "-m", "stoop", "serve", str(folder), "--port", "0", *SMALL_ENGINE]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr.readline() == "starting ...\n"
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=30)
+            assert process.returncode == 128 + signal.SIGTERM
+            assert "Traceback" not in errors
+        finally:
+            process.kill()
 
-    def read(url: str, lines: list[str], started: threading.Event) -> None:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+
+class OpenStream:
+    """A stream that a thread reads, once it has begun."""
+
+    BODY: ClassVar = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.lines: list[str] = []
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(http,))
+        self._thread.start()
+        assert self._begun.wait(30)
+
+    def _read(self, http: httpx.Client) -> None:
+        with http.stream("POST", "/v1/completions", json=self.BODY, timeout=60) as response:
             for line in response.iter_lines():
-                lines.append(line)
-                started.set()
+                self.lines.append(line)
+                self._begun.set()
 
-    for signals, code in ((1, 0), (2, 1)):
-        with ServerProcess(folder) as server:
-            lines: list[str] = []
-            started = threading.Event()
-            reader = threading.Thread(target=read, args=(server.url, lines, started))
-            reader.start()
-            assert started.wait(30)
-            server.signal(signal.SIGTERM)
-            server.wait_for_log("waiting up to 30 s for 1 open requests")
-            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
-            assert refused.status_code == 503
-            assert httpx.get(f"{server.url}/health").status_code == 503
-            if signals == 2:
-                server.signal(signal.SIGINT)
-            reader.join(60)
-            assert server.wait() == code
-            assert lines[-2] == "data: [DONE]"
-            assert any('"error"' in line for line in lines) == (signals == 2)
+    def read_to_end(self) -> list[str]:
+        self._thread.join(60)
+        return self.lines
 
 
-def test_the_core_is_killed(folder):
+def test_a_killed_core_is_restarted_and_sigterm_drains(folder):
+    with ServerProcess(folder) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        kill_core(http, server)
+        stream = OpenStream(http)
+        server.signal(signal.SIGTERM)
+        server.wait_for_log("waiting up to 30 s for 1 open requests")
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert http.get("/health").json()["status"] == "draining"
+        lines = stream.read_to_end()
+        assert server.wait() == 0
+        assert lines[-2] == "data: [DONE]" and not any('"error"' in line for line in lines)
+
+
+def kill_core(http: httpx.Client, server: ServerProcess) -> None:
     """503 while it restarts, then answers again."""
-    with ServerProcess(folder) as server:
-        stats = httpx.get(f"{server.url}/stats").json()
-        subprocess.run(["kill", "-9", str(stats["core_pid"])], check=True)
-        body = {"prompt": "a", "max_tokens": 4}
-        seen = set()
-        deadline = time.monotonic() + 60
-        while True:
-            found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-            seen.add(found.status_code)
-            if found.status_code == 200 and 503 in seen:
-                break
-            assert found.status_code in (200, 503)
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.05)
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert httpx.get(f"{server.url}/stats").json()["num_restarts"] == 1
+    stats = http.get("/stats").json()
+    subprocess.run(["kill", "-9", str(stats["core_pid"])], check=True)
+    seen, deadline = set(), time.monotonic() + 60
+    while True:
+        found = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4})
+        seen.add(found.status_code)
+        if found.status_code == 200 and 503 in seen:
+            break
+        assert found.status_code in (200, 503)
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.05)
+    assert http.get("/health").status_code == 200
+    assert http.get("/stats").json()["num_restarts"] == 1
+
+
+def test_a_second_signal_stops_at_once_on_a_unix_socket(folder, tmp_path):
+    path = tmp_path / "socket"
+    command = [sys.executable, "-m", "stoop", "serve", str(folder), "--uds", str(path)]
+    with subprocess.Popen([*command, *SMALL_ENGINE], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not (line := process.stderr.readline()).startswith("serving"):
+                assert line
+            assert f"unix:{path}/v1" in line
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://test") as http:
+                stream = OpenStream(http)
+                process.send_signal(signal.SIGTERM)
+                while "shutting down" not in process.stderr.readline():
+                    pass
+                process.send_signal(signal.SIGINT)
+                lines = stream.read_to_end()
+            assert lines[-2] == "data: [DONE]"
+            assert "service_unavailable_error" in lines[-4]
+            assert process.wait(30) == 1
+            assert not path.exists()
+        finally:
+            process.kill()

@@ -22,7 +22,8 @@ from stoop.config.backends import BackendTraits
 from stoop.config.resolve import make_options, resolve
 from stoop.core.step import StepPlan
 from stoop.graph.sanitizer import UnwrittenRead
-from stoop.scheduler.scheduler import Scheduler, _PlanBuilder
+from stoop.scheduler.plan import PlanBuilder
+from stoop.scheduler.scheduler import Scheduler
 from stoop.worker.new_blocks import NewBlocks, fill_blocks
 from stoop.worker.runner import ModelRunner
 from support.drafters import DrafterStore, Trace, make_spec_llm, run
@@ -124,7 +125,7 @@ def forget_the_list(patch: Patch) -> None:
 def forget_appends(patch: Patch) -> None:
     """Only prompts get zeroed blocks."""
 
-    def of_admissions(plan: _PlanBuilder) -> list[int]:
+    def of_admissions(plan: PlanBuilder) -> list[int]:
         return [b for r, start in plan.appended.items() if r in plan.admitted
                 for b in r.block_ids[start:]]  # fmt: skip
 

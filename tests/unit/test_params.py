@@ -306,8 +306,8 @@ def test_harmless_options_of_vllm_are_ignored_and_logged(
 FOREIGN: list[tuple[str, Any, str]] = [
     ("best_of", 4, "ask for n answers"),
     ("use_beam_search", True, "no beam search"),
-    ("structured_outputs", {"json": {}}, "no structured outputs"),
-    ("guided_decoding", object(), "no structured outputs"),
+    ("guided_json", {"type": "object"}, "write structured_outputs="),
+    ("guided_decoding", object(), "write structured_outputs="),
     ("logits_processors", [len], "no logits processors"),
     ("truncate_prompt_tokens", 5, "cut them"),
     ("allowed_token_ids", [1, 2], "logit_bias"),

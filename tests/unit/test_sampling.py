@@ -484,6 +484,29 @@ def test_invariant_37_broken_rows_give_ids_in_range_and_harm_no_neighbour(kind: 
         assert 0 <= int(rig.sample([index])[0]) < VOCAB
 
 
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_checked_draw_marks_rows_without_a_token(kind: str) -> None:
+    broken = [
+        Case(case.params, case.prompt, case.output, case.stop_ids, case.bad_words, BROKEN[kind])
+        for case in FILTERS.values()
+    ]
+    rig = Rig(CASES + broken)
+    logits = torch.tensor(np.stack([case.logits for case in rig.cases]), dtype=rig.dtype)
+    slot = torch.arange(len(rig.cases))
+    needs = SamplingNeeds.of(case.rules() for case in rig.cases)
+    where = Positions(slot, rig.requests.tensors.num_tokens[slot], max_seq_len=32)
+    rig.sampler.adjust_(logits, where, needs)
+    found = rig.sampler.draw(logits, where, needs, checks=True)
+    healthy, rest = found[: len(CASES)], found[len(CASES) :]
+    assert torch.equal(healthy, rig.sampler.draw(logits, where, needs)[: len(CASES)])
+    if kind in ("nan", "all -inf"):
+        assert (rest == -1).all()
+    elif kind == "one +inf":
+        assert (rest >= 0).all()
+    else:  # a filter may drop the only NaN
+        assert (rest >= -1).all() and int(rest[list(FILTERS).index("plain")]) == -1
+
+
 def test_places_behind_drafts_are_edited_as_if_the_drafts_were_accepted() -> None:
     """Several places of one slot in one call: each sees the drafts before it, and no others."""
     drafts = (5, 7, 7, 9)
@@ -545,17 +568,17 @@ def presence_counts_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def noise_without_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = ops.draw
-    monkeypatch.setattr(ops, "draw", lambda x, t, s, p, slot: draw(x, t, s * 0, p, slot=slot))
+    monkeypatch.setattr(ops, "draw", lambda x, t, s, p, **how: draw(x, t, s * 0, p, **how))
 
 
 def temperature_after_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     temper, draw = ops.temper_, ops.draw
 
     def late(
-        logits: torch.Tensor, t: torch.Tensor, *given: torch.Tensor, slot: torch.Tensor
+        logits: torch.Tensor, t: torch.Tensor, *given: torch.Tensor, slot: torch.Tensor, **how: Any
     ) -> Any:
         temper(logits, t[slot])
-        return draw(logits, t, *given, slot=slot)
+        return draw(logits, t, *given, slot=slot, **how)
 
     monkeypatch.setattr(ops, "temper_", lambda logits, t: None)
     monkeypatch.setattr(ops, "draw", late)

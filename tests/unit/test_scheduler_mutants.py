@@ -12,9 +12,10 @@ from stoop.core.request import Request
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler import prefix_cache as prefix_cache_module
 from stoop.scheduler.block_pool import BlockPool
+from stoop.scheduler.plan import PlanBuilder
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
-from stoop.scheduler.scheduler import Scheduler, _PlanBuilder
+from stoop.scheduler.scheduler import Scheduler
 from support.scheduler_simulation import (
     BookkeepingWorker,
     World,
@@ -99,7 +100,7 @@ def preempt_without_release(preempt: Any) -> Any:
 
 
 def preempt_the_first(make_room: Any) -> Any:
-    def mutant(self: Scheduler, request: Request, num: int, plan: _PlanBuilder) -> bool:
+    def mutant(self: Scheduler, request: Request, num: int, plan: PlanBuilder) -> bool:
         while not self._grow(request, num, plan):
             victim = self.running[0]
             self._preempt(victim)
@@ -117,7 +118,7 @@ def keep_rows_of_the_preempted(remove: Any) -> Any:
 
 
 def forget_the_budget(add: Any) -> Any:
-    def mutant(self: _PlanBuilder, request: Request, num_tokens: int) -> None:
+    def mutant(self: PlanBuilder, request: Request, num_tokens: int) -> None:
         self.num_scheduled[request] = num_tokens
 
     return mutant
@@ -156,7 +157,7 @@ def vacate_keeps_offers(vacate: Any) -> Any:
 
 
 def appends_one_late(block_appends: Any) -> Any:
-    def mutant(plan: _PlanBuilder) -> Iterator[BlockAppend]:
+    def mutant(plan: PlanBuilder) -> Iterator[BlockAppend]:
         for append in block_appends(plan):
             if append.start:
                 append = BlockAppend(append.slot, append.start - 1, append.block_ids)
@@ -170,14 +171,14 @@ def appends_lost_for_running(block_appends: Any) -> Any:
 
 
 def zero_only_what_is_admitted(blocks_to_zero: Any) -> Any:
-    def mutant(plan: _PlanBuilder) -> list[int]:
+    def mutant(plan: PlanBuilder) -> list[int]:
         return [b for r in plan.admitted for b in r.block_ids[plan.appended.get(r, 0) :]]
 
     return staticmethod(mutant)
 
 
 def zero_cached_prefixes(blocks_to_zero: Any) -> Any:
-    def mutant(plan: _PlanBuilder) -> list[int]:
+    def mutant(plan: PlanBuilder) -> list[int]:
         return [b for r in plan.admitted for b in r.block_ids] + [
             b for r, start in plan.appended.items() if r not in plan.admitted
             for b in r.block_ids[start:]
@@ -189,7 +190,7 @@ def zero_cached_prefixes(blocks_to_zero: Any) -> Any:
 def zero_what_the_preempted_had(grow: Any) -> Any:
     """Blocks are listed as they are allocated, and stay listed when their holder loses them."""
 
-    def mutant(self: Scheduler, request: Request, num: int, plan: _PlanBuilder) -> bool:
+    def mutant(self: Scheduler, request: Request, num: int, plan: PlanBuilder) -> bool:
         held = len(request.block_ids)
         grown = grow(self, request, num, plan)
         listed = vars(plan).setdefault("listed", [])
@@ -250,8 +251,8 @@ MUTANTS = [
     (Scheduler, "_row", chunks_sample_too),
     (Scheduler, "_admission", resume_without_generated),
     (Scheduler, "_admission", limit_beyond_the_model),
-    (_PlanBuilder, "remove", keep_rows_of_the_preempted),
-    (_PlanBuilder, "add", forget_the_budget),
+    (PlanBuilder, "remove", keep_rows_of_the_preempted),
+    (PlanBuilder, "add", forget_the_budget),
 ]
 
 
@@ -455,7 +456,7 @@ def bound_lowered_to_what_is_known(take_tokens: Any) -> Any:
 
 
 def blocks_for_what_is_known(grow: Any) -> Any:
-    def mutant(self: Scheduler, request: Request, num: int, plan: _PlanBuilder) -> bool:
+    def mutant(self: Scheduler, request: Request, num: int, plan: PlanBuilder) -> bool:
         computed = request.num_computed
         request.num_computed = min(computed, request.num_tokens - 1)
         found = grow(self, request, num, plan)

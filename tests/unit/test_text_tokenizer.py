@@ -19,7 +19,7 @@ from tokenizers import (
 )
 
 from stoop.config.errors import CheckpointError, RequestError
-from stoop.text.tokenizer import Tokenizer
+from stoop.text.tokenizer import LONG_TEXT, Tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<s>' + message['role'] + '\n' + message['content'] }}"
@@ -55,6 +55,18 @@ def with_template(template: str) -> Tokenizer:
 
     settings = {"bos_token": "<s>", "eos_token": "</s>"}
     return Tokenizer(build_backend(), settings, ChatTemplate({"default": template}))
+
+
+def test_long_texts_are_encoded_like_short_ones(tmp_path: Path) -> None:
+    """They take another way, on which other threads go on."""
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, post_processor=True))
+    text = "Grüße <s> <tool>\n " * 500
+    assert len(text) > LONG_TEXT
+    for special in (True, False):
+        wanted = tokenizer._backend.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, special) == wanted
+    with pytest.raises(RequestError, match="surrogate"):
+        tokenizer.encode(text + "\ud800")
 
 
 def test_folder_gives_ids_and_special_tokens(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import typer
 
 from stoop.cli.bench.harm import harm
+from stoop.cli.bench.overhead import overhead
 from stoop.cli.bench.questions import acceptance, accuracy
 from stoop.cli.bench.serve import serve
 from stoop.cli.bench.speed import graphs, latency, spec, throughput
 from stoop.cli.bench.steps import peer, profile, step
 
 COMMANDS = (
-    *(throughput, latency, serve, step, profile, peer, graphs, spec),
+    *(throughput, latency, serve, overhead, step, profile, peer, graphs, spec),
     *(acceptance, accuracy, harm),
 )
 

@@ -165,6 +165,8 @@ def _commit_tokens_kernel(
     slot = tl.load(row_slots_ptr + row, mask=row < max_reqs, other=sink)
     live = slot != sink
     num_sampled = tl.load(num_sampled_ptr + row, mask=live, other=0)
+    failed = num_sampled < 0
+    num_sampled = tl.where(failed, -1 - num_sampled, num_sampled)
     known = tl.load(num_tokens_ptr + slot, mask=live, other=0)
     computed = tl.load(num_computed_ptr + slot, mask=live, other=0)
     samples = tl.load(samples_ptr + row, mask=live, other=0)
@@ -184,7 +186,7 @@ def _commit_tokens_kernel(
             stop_ids_ptr + slot * stop_ids_stride + index, mask=index < num_stops, other=-1
         )
         hits |= (may_stop & (token_ids == stop_id[:, None])).to(tl.int32)
-    ended = tl.max(hits, axis=1) > 0
+    ended = (tl.max(hits, axis=1) > 0) | failed
     tl.debug_barrier()
     tl.store(token_limit_ptr + slot, tl.zeros_like(slot), mask=live & ended)
     where = known[:, None] + number

@@ -18,13 +18,15 @@ from stoop.ops.library import register
 from stoop.ops.random import Purpose
 
 PART = 4096  # tokens per program
+NAN_KEY = tl.constexpr(0x7FFFFFFF)
+NEVER_KEY = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
 @triton.jit
 def float_key(x):
     """int32 keys in the order of float32, NaN above all; equal floats have equal keys."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
@@ -94,14 +96,26 @@ def _candidates_kernel(
 
 
 @triton.jit
-def _best_kernel(packed_ptr, out_ptr, num_parts, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _best_kernel(
+    packed_ptr,
+    out_ptr,
+    num_parts,
+    CHECKS: tl.constexpr,  # -1 for a row with NaN, or of -inf alone
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, WIDTH)
     packed = tl.load(
         packed_ptr + row * num_parts + part, mask=part < num_parts, other=-0x8000000000000000
     )
-    tl.store(out_ptr + row, unpack_place(tl.max(packed, axis=0)))
+    best = tl.max(packed, axis=0)
+    place = unpack_place(best)
+    if CHECKS:
+        key = best >> 32
+        place = tl.where((key == NAN_KEY) | (key <= NEVER_KEY), -1, place)
+    tl.store(out_ptr + row, place)
 
 
 def num_parts(vocab_size: int) -> int:
@@ -114,15 +128,15 @@ def width(parts: int) -> int:
     return triton.next_power_of_2(parts)
 
 
-@register("argmax_(Tensor logits, Tensor(a!) packed, Tensor(b!) out) -> ()")
-def argmax_(logits: Tensor, packed: Tensor, out: Tensor) -> None:
+@register("argmax_(Tensor logits, bool checks, Tensor(a!) packed, Tensor(b!) out) -> ()")
+def argmax_(logits: Tensor, checks: bool, packed: Tensor, out: Tensor) -> None:
     """logits: [n, vocab_size]; packed: [n, num_parts] int64, scratch; out: [n] int64"""
-    reduce(logits, (None,) * 6, packed, out, -1, False)
+    reduce(logits, (None,) * 6, packed, out, -1, False, checks)
 
 
 @register(
     "draw_(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor? slot, "
-    "int purpose, bool tempers, Tensor(a!) packed, Tensor(b!) out) -> ()"
+    "int purpose, bool tempers, bool checks, Tensor(a!) packed, Tensor(b!) out) -> ()"
 )
 def draw_(
     logits: Tensor,
@@ -132,11 +146,12 @@ def draw_(
     slot: Tensor | None,
     purpose: int,
     tempers: bool,
+    checks: bool,
     packed: Tensor,
     out: Tensor,
 ) -> None:
     noise = (slot, temperature, seeds, positions, None, None)
-    reduce(logits, noise, packed, out, purpose, tempers)
+    reduce(logits, noise, packed, out, purpose, tempers, checks)
 
 
 def reduce(
@@ -146,6 +161,7 @@ def reduce(
     out: Tensor,
     purpose: int,
     tempers: bool,
+    checks: bool = False,
 ) -> None:
     """Launch both kernels. noise: the kernel's arguments from `slot` to `d2t`"""
     n, parts = packed.shape
@@ -153,13 +169,18 @@ def reduce(
         logits, *noise, packed, logits.stride(0), logits.shape[1], parts,
         PURPOSE=purpose, TEMPERS=tempers, PART=PART, num_warps=8, **overlapping(logits),
     )  # fmt: skip
-    _best_kernel[(n,)](packed, out, parts, WIDTH=width(parts), num_warps=1, **overlapping(out))
+    _best_kernel[(n,)](
+        packed, out, parts, CHECKS=checks, WIDTH=width(parts), num_warps=1, **overlapping(out)
+    )
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """[n] int64: the argmax as torch has it, the first of equal ones; the first NaN if any."""
+def greedy(logits: Tensor, checks: bool = False) -> Tensor:
+    """[n] int64: the argmax as torch has it, the first of equal ones; the first NaN if any.
+
+    checks: -1 for a row with NaN, or of -inf alone
+    """
     packed, out = draw_buffers(logits)
-    argmax_(logits, packed, out)
+    argmax_(logits, checks, packed, out)
     return out
 
 
@@ -171,14 +192,16 @@ def draw(
     purpose: Purpose = Purpose.SAMPLE,
     slot: Tensor | None = None,
     tempers: bool = False,
+    checks: bool = False,
 ) -> Tensor:
     """[n] int64: a draw from softmax(logits); the argmax at temperature 0.
 
     positions: [n], always by row
     tempers: divide by the temperature here; otherwise the logits are tempered already
+    checks: -1 for a row without a best token, as in `greedy`
     """
     packed, out = draw_buffers(logits)
-    draw_(logits, temperature, seeds, positions, slot, int(purpose), tempers, packed, out)
+    draw_(logits, temperature, seeds, positions, slot, int(purpose), tempers, checks, packed, out)
     return out
 
 

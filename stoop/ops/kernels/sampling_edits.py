@@ -14,6 +14,47 @@ from stoop.ops.library import register
 from stoop.ops.sampling import History
 
 HISTORY_PART = 2048  # tokens of the history in a block
+MASK_PART = 4096  # tokens of the vocabulary in a block
+
+
+@triton.jit
+def _apply_masks_kernel(
+    logits_ptr,
+    bits_ptr,
+    rows_ptr,
+    stride,
+    bits_stride,
+    size,
+    PART: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    own = tl.load(rows_ptr + row)
+    if own < 0:
+        return
+    token = tl.program_id(1) * PART + tl.arange(0, PART)
+    live = token < size
+    word = tl.load(bits_ptr + own * bits_stride + token // 32, mask=live, other=0)
+    forbidden = live & (((word >> (token % 32)) & 1) == 0)
+    never = tl.full([PART], float("-inf"), tl.float32)
+    tl.store(logits_ptr + row * stride + token, never, mask=forbidden)
+
+
+@register("apply_masks_(Tensor(a!) logits, Tensor bits, Tensor rows) -> ()")
+def _apply_masks_(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    n, size = logits.shape
+    _apply_masks_kernel[(n, triton.cdiv(size, MASK_PART))](
+        logits, bits, rows, logits.stride(0), bits.stride(0), size, PART=MASK_PART, num_warps=4
+    )
+
+
+def apply_masks_(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """Rule out tokens whose bit is 0.
+
+    bits: [m, ceil(vocab_size / 32)] int32; token t is bit t % 32 of word t // 32
+    rows: [n] int64, the row of `bits` for each row of logits; -1 leaves the logits as they are
+    """
+    _check(logits)
+    _apply_masks_(logits, bits, rows.contiguous())
 
 
 @triton.jit

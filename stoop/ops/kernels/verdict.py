@@ -55,11 +55,14 @@ def _write_verdict_kernel(
         accepted = drafted & (flag != 0)
     num_accepted = tl.min(tl.where(accepted, WIDTH - 1, number), axis=1)
     last = num_accepted[:, None]
-    token_ids = tl.where(number < last, draft, tl.where(number == last, chosen, 0))
+    newest = tl.where(number == last, chosen, 0)
+    failed = tl.min(newest, axis=1) < 0
+    token_ids = tl.where(number < last, draft, tl.maximum(newest, 0))
     inside = row < max_reqs
     out = out_token_ids_ptr + place * OUT_WIDTH + number
     tl.store(out, token_ids, mask=inside[:, None] & (number < OUT_WIDTH))
-    tl.store(out_num_tokens_ptr + row, (num_accepted + 1) * samples, mask=inside)
+    counts = tl.where(failed, -1 - num_accepted, num_accepted + 1)
+    tl.store(out_num_tokens_ptr + row, counts * samples, mask=inside)
     tl.store(out_num_drafts_ptr + row, num_drafts, mask=inside)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stoop.ops.kernels.random import first_uniform, gumbel_block
 from stoop.ops.kernels.sampling import (
+    NEVER_KEY,
     PART,
     load_part,
     num_parts,
@@ -26,7 +27,6 @@ from stoop.ops.random import Purpose
 
 ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 RESAMPLE = tl.constexpr(int(Purpose.RESAMPLE))
-IMPOSSIBLE = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def _redraw_kernel(packed_ptr, accepts_ptr, out_ptr, num_parts, WIDTH: tl.conste
     outside = -0x8000000000000000
     residual = tl.max(tl.load(packed_ptr, mask=live, other=outside), axis=0)
     target = tl.max(tl.load(packed_ptr + num_parts, mask=live, other=outside), axis=0)
-    best = tl.where((residual >> 32) > IMPOSSIBLE, residual, target)
+    best = tl.where((residual >> 32) > NEVER_KEY, residual, target)
     tl.store(out_ptr + place, tl.where(best == outside, 0, unpack_place(best)))
 
 

@@ -1,0 +1,184 @@
+"""Compiles grammars for a model's vocabulary, in a thread of its own, and keeps recent ones."""
+
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+from stoop.config.errors import RequestError, StoopError
+from stoop.core.structured import StructuredOutputs
+from stoop.grammar.follower import Follower, make_free_text
+from stoop.grammar.parsing import first_sentence, load_xgrammar, parse
+from stoop.grammar.vocabulary import Vocabulary
+from stoop.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_CACHE_BYTES = 256 << 20  # of compiled grammars that no request uses
+MAX_THREADS = 4  # of xgrammar, for one grammar
+
+NO_TOKENIZER = (
+    "structured_outputs need the model's tokenizer, and the engine was made with "
+    "skip_tokenizer_init=True: make it with a tokenizer"
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar for a vocabulary. It serves any number of requests."""
+
+    grammar: Any  # xgrammar.CompiledGrammar
+    vocabulary: Vocabulary
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.grammar.memory_size_bytes)
+
+    def follow(
+        self, stop_ids: Iterable[int], after: str | None, output_ids: Iterable[int] = ()
+    ) -> Follower:
+        """Follow a request from the beginning of its answer, or from the tokens that it has."""
+        stops = sorted(stop_ids)
+        matcher = load_xgrammar().GrammarMatcher(self.grammar, override_stop_tokens=stops)
+        free = make_free_text(after, self.vocabulary)
+        follower = Follower(matcher, stops, free)
+        output_ids = list(output_ids)
+        taken = follower.advance(output_ids)
+        assert taken == len(output_ids), (taken, len(output_ids))
+        return follower
+
+
+class PendingGrammar:
+    """A grammar that is being compiled. Requests hold it as long as they need it."""
+
+    def __init__(self, asked: StructuredOutputs) -> None:
+        self.asked = asked
+        self.compiled: Compiled | None = None
+        self.error: str | None = None  # why it cannot be compiled
+        self._ready = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._ready.is_set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Returns whether it is done."""
+        return self._ready.wait(seconds)
+
+    def compile(self, grammars: "_Compiler") -> None:
+        started = time.perf_counter()
+        try:
+            self.compiled = grammars.compile(self.asked)
+            log.info("compiled a grammar in %.2f s", time.perf_counter() - started)
+        except StoopError as error:
+            self.error = str(error)
+        except Exception as error:  # of the library, or of a tokenizer
+            self.error = (
+                f"structured_outputs.{self.asked.kind} cannot be compiled "
+                f"({first_sentence(error)}): simplify it"
+            )
+        finally:
+            self._ready.set()
+
+
+class _Compiler:
+    """Made in the thread that compiles, since reading the vocabulary takes a while."""
+
+    def __init__(self, folder: str | None, vocab_size: int) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._loaded: tuple[Vocabulary, Any] | None = None
+
+    def compile(self, asked: StructuredOutputs) -> Compiled:
+        grammar = parse(asked)  # first: it needs no vocabulary
+        vocabulary, compiler = self._load()
+        return Compiled(compiler.compile_grammar(grammar), vocabulary)
+
+    def _load(self) -> tuple[Vocabulary, Any]:
+        if self._loaded is None:
+            if self._folder is None:
+                raise RequestError(NO_TOKENIZER)
+            xgrammar = load_xgrammar()
+            vocabulary = Vocabulary.of(Tokenizer.from_folder(self._folder), self._vocab_size)
+            info = xgrammar.TokenizerInfo(
+                vocabulary.pieces,
+                xgrammar.VocabType.RAW,
+                vocab_size=self._vocab_size,
+                stop_token_ids=[],  # a request has its own
+            )
+            compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
+            self._loaded = vocabulary, compiler
+        return self._loaded
+
+
+class GrammarStore:
+    """Compiled grammars by what was asked for; requests that ask for the same share one.
+
+    A grammar stays as long as a request holds it. Others stay while they fit into
+    `max_bytes`, those used last.
+    """
+
+    def __init__(
+        self, folder: str | None, vocab_size: int, max_bytes: int = MAX_CACHE_BYTES
+    ) -> None:
+        """folder: of the tokenizer; None if the engine has none"""
+        self.max_bytes = max_bytes
+        self._compiler = _Compiler(folder, vocab_size)
+        self._known: weakref.WeakValueDictionary[StructuredOutputs, PendingGrammar]
+        self._known = weakref.WeakValueDictionary()
+        self._recent: OrderedDict[StructuredOutputs, PendingGrammar] = OrderedDict()
+        self._jobs: SimpleQueue[Callable[[], None] | None] | None = None
+
+    def request(self, asked: StructuredOutputs) -> PendingGrammar:
+        """Find a grammar or start to compile it. Does not wait."""
+        key = replace(asked, after=None)  # where it begins is not part of a grammar
+        found = self._known.get(key)
+        if found is None or found.error is not None:
+            found = self._known[key] = PendingGrammar(key)
+            self._start(found)
+        self._recent[key] = found
+        self._recent.move_to_end(key)
+        self._trim()
+        return found
+
+    def get(self, asked: StructuredOutputs) -> Compiled:
+        """Find a grammar that a request holds; compiled here and now if there is none."""
+        pending = self.request(asked)
+        pending.wait()
+        self._trim()
+        if pending.compiled is None:
+            raise RequestError(pending.error or "the grammar could not be compiled")
+        return pending.compiled
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the recent grammars."""
+        return sum(each.compiled.num_bytes for each in self._recent.values() if each.compiled)
+
+    def _trim(self) -> None:
+        """The newest stays in any case."""
+        while len(self._recent) > 1 and self.num_bytes > self.max_bytes:
+            self._recent.popitem(last=False)
+
+    def _start(self, pending: PendingGrammar) -> None:
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            thread = threading.Thread(
+                target=_work, args=(self._jobs,), name="stoop-grammars", daemon=True
+            )
+            thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+        compiler = self._compiler
+        self._jobs.put(lambda: pending.compile(compiler))
+
+
+def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+    """Holds no reference to the store, which would otherwise never go."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job
