@@ -176,7 +176,17 @@ class Generation:
                 answer.logprobs = (answer.logprobs or []) + new.logprobs
             if new.finish_reason is not None:
                 answer.finish_reason, answer.stop_reason = new.finish_reason, new.stop_reason
-                check_end(new)
+                self.check_end(new)
+
+    def check_end(self, answer: AnswerDelta) -> None:
+        """Raise what a client is told if an answer did not end as one should."""
+        if answer.finish_reason == "error":
+            reason = answer.stop_reason or "the answer could not be completed"
+            # A request that rules out tokens may rule out all of them.
+            theirs = self.params.structured_outputs is not None or self.params.bad_words
+            raise ApiError(400 if theirs else 500, f"{reason}", code="generation_failed")
+        if answer.finish_reason == "abort":
+            raise unavailable("stopped")
 
     # ---- counts ----
 
@@ -255,15 +265,6 @@ class Generation:
         }
         if self.first_token is not None:
             self.record["ttft_ms"] = round((self.first_token - self.arrival) * 1000, 1)
-
-
-def check_end(answer: AnswerDelta) -> None:
-    """Raise what a client is told if an answer did not end as one should."""
-    if answer.finish_reason == "error":
-        reason = answer.stop_reason or "the answer could not be completed"
-        raise ApiError(500, f"{reason}", code="generation_failed")
-    if answer.finish_reason == "abort":
-        raise unavailable("stopped")
 
 
 def _as_delta(output: RequestOutput) -> RequestDelta:

@@ -223,11 +223,21 @@ def test_streams_of_nasty_bodies(server: ServerProcess) -> None:
                 assert '"error"' not in answer.text, (name, answer.text[-600:])
 
 
-@pytest.mark.xfail(strict=True, reason="what fails in the core is 500, also by the request's fault")
-def test_a_grammar_that_nothing_fits_is_the_clients_error(server: ServerProcess) -> None:
-    structure = {"grammar": "root ::= root"}
-    body = {"prompt": "a", "structured_outputs": structure}
-    assert httpx.post(f"{server.url}{TEXT}", json=body).status_code == 400
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"grammar": "root ::= root"}},
+        {"structured_outputs": {"regex": "b"}, "bad_words": ["b"]},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_ruling_out_every_token_is_the_clients_error(
+    fields: dict[str, Any], stream: bool, server: ServerProcess
+) -> None:
+    body = {"prompt": "a", "stream": stream, **fields}
+    answer = httpx.post(f"{server.url}{TEXT}", json=body, timeout=30)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "generation_failed"
 
 
 @pytest.mark.parametrize(
