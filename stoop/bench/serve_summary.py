@@ -130,11 +130,17 @@ class Summary:
     def warnings(self) -> list[str]:
         """What a reader of the figures must know."""
         found, client = [], self.client
-        if client["lag_p99_ms"] > LATE * 1000 or client["cpu_share"] > BUSY:
+        late, busy = client["lag_p99_ms"] > LATE * 1000, client["cpu_share"] > BUSY
+        if late or busy:
+            advice = (
+                "use more --processes"
+                if busy
+                else "other programs take its cores, so run it on another machine"
+            )
             found.append(
                 f"at {self.load.name} the client was late by {client['lag_p99_ms']:.1f} ms (p99) "
-                f"and used {client['cpu_share']:.0%} of a core, so latencies are overstated: use "
-                "more --processes, or another machine than the server's"
+                f"and used {client['cpu_share']:.0%} of a core, so latencies are overstated: "
+                f"{advice}"
             )
         if self.complete and self.token_counts == "none":
             found.append("the server gives no token counts: every chunk is taken for one token")

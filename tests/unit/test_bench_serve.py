@@ -423,7 +423,9 @@ def test_a_late_client_and_missing_counts_are_said() -> None:
     assert summary_of([answer_of(0.1, 0.01)]).warnings == []
     late = Summary(Load(rate=5), Outcome([answer_of(0.1, 0.01)], [0.02] * 9, 1, 2), 1, {})
     (line,) = late.warnings
-    assert "late by 20.0 ms" in line and "--processes" in line
+    assert "late by 20.0 ms" in line and "another machine" in line
+    busy = replace(late, outcome=Outcome(late.outcome.answers, [0.02] * 9, 1.9, 2))
+    assert "used 95% of a core" in busy.warnings[0] and "--processes" in busy.warnings[0]
     uncounted = answer_of(0.1, 0.01)
     uncounted.num_output, uncounted.counts = None, [0] * 11
     assert summary_of([uncounted]).token_counts == "none"
