@@ -124,9 +124,10 @@ def is_fatal(error: Exception) -> bool:
 
 def main() -> NoReturn:
     """Leaves by `os._exit`: nothing here needs the interpreter's slow end."""
-    # The terminal sends Ctrl-C to the front end too, which decides what happens.
+    # A terminal and a service manager signal the whole group. The front end decides what happens,
+    # and may drain first; when it leaves, its end of the socket closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda signum, frame: os._exit(0))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(int(sys.argv[1]), False)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -188,9 +188,6 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 NAMED = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.mark.skipif(
-    not hasattr(SamplingParams(), "structured_outputs"), reason="no structured outputs here"
-)
 @pytest.mark.parametrize("choice", [None, "required", NAMED], ids=["format", "required", "named"])
 def test_structured_answers_always_parse(tool_server, choice):
     """A model with random weights writes nothing by chance."""
