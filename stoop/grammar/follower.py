@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from stoop.grammar.vocabulary import Vocabulary
@@ -87,15 +88,15 @@ class Follower:
         """
         rows: list[int] = []
         taken: list[bool] = []  # by draft: whether it was free text
+        words = bits.numpy()  # the same memory; indexing it is cheaper
         for draft in (*drafts, None):
             free = self._is_free
             masked = not free and self._matcher.fill_next_token_bitmask(bits, row)
+            allows = not masked or (draft is not None and _allows(words[row], draft))
             # A mask without any token is a dead end: `advance` will refuse what is drawn there.
-            masked = masked and bool(bits[row].any())
+            masked = masked and (allows or bool(words[row].any()))
             rows.append(row if masked else FREE)
-            if draft is None or draft in self._stop_ids:
-                break
-            if masked and not _allows(bits[row], draft):
+            if draft is None or draft in self._stop_ids or (masked and not allows):
                 break
             row += masked
             if not self._take(draft):
@@ -120,7 +121,7 @@ class Follower:
             self._free.pop()
 
 
-def _allows(words: Tensor, token: int) -> bool:
+def _allows(words: np.ndarray, token: int) -> bool:
     """Whether a mask allows a token. The library would log an error for some that it forbids."""
     return bool(int(words[token // 32]) >> (token % 32) & 1)
 

@@ -67,14 +67,15 @@ class GrammarMasks:
         """Write the masks of a step. Followers are afterwards where they were before."""
         host = self._host_masks()
         drafts = self._read_drafts(batch.plan_rows)
-        host.rows.fill_(FREE)
+        places = host.rows.numpy()  # the same memory
+        places.fill(FREE)
         count = 0
         for place, row in enumerate(batch.plan_rows):
             follower = self._followers.get(row.slot)
             if follower is None or follower.ended or not row.samples:
                 continue
             found = follower.fill(drafts.get(row.slot, ()), host.bits, count)
-            host.rows[place, : len(found)] = torch.tensor(found)
+            places[place, : len(found)] = found
             count += sum(each != FREE for each in found)
         device = self._device
         device.rows.copy_(host.rows, non_blocking=True)
@@ -139,8 +140,10 @@ class GrammarMasks:
         request with an error: it can only come from a mask that allows nothing."""
         for row, result in zip(planned, results, strict=True):
             follower = self._followers.get(row.slot)
-            if follower is None or not result.token_ids:
+            if follower is None:
                 continue
+            if result.failed:  # a mask and other options together rule out every token
+                result.error = DEAD_END
             allowed = follower.advance(result.token_ids)
             if allowed < len(result.token_ids):
                 result.token_ids = result.token_ids[:allowed]

@@ -437,7 +437,7 @@ class Scheduler:
         taken = self._append(request, row.token_ids)
         if not request.finished:
             self.prefix_cache.withdraw(request)
-            self.finish(request, "error", NO_TOKEN)
+            self.finish(request, "error", row.error or NO_TOKEN)
         return taken
 
     def _settle(self, request: Request, has_new_tokens: bool) -> None:
