@@ -88,7 +88,8 @@ class Shape:
     def logprobs(self, token_ids: list[int], scores: Any) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(token_ids, scores or [], self.body.top_logprobs or 0)
+        count = self.body.top_logprobs or 0
+        return chat_logprobs(token_ids, scores or [], count, self.plan.tokenizer)
 
     def whole(
         self, service: Service, generation: Generation, answers: list[WholeAnswer]

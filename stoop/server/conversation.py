@@ -23,6 +23,7 @@ from stoop.server.reasoning import (
 )
 from stoop.server.service import Service
 from stoop.server.tools.forced import NamedCall, parameters
+from stoop.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Conversation:
 class Plan:
     prompt: EncodedPrompt
     params: SamplingParams
+    tokenizer: Tokenizer
     make_reader: Callable[[], Reader] | None  # None: all text is content
     named: bool = False  # the answer is the arguments of one function
 
@@ -81,10 +83,11 @@ async def make_plan(
     if thinks:
         opened = opens_reasoning(prompt.text)
         rest = make or PlainReader
-        return Plan(
-            prompt, params, lambda: ReasoningReader(rest(), opened), talk.tool_choice == "named"
-        )
-    return Plan(prompt, params, make, talk.tool_choice == "named")
+
+        def make() -> Reader:
+            return ReasoningReader(rest(), opened)
+
+    return Plan(prompt, params, service.llm.tokenizer, make, talk.tool_choice == "named")
 
 
 def with_structure(params: SamplingParams, structure: dict[str, Any] | None) -> SamplingParams:

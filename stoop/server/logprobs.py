@@ -13,25 +13,31 @@ def _finite(value: float) -> float:
     return max(value, LEAST)
 
 
-def _entry(one: Logprob) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer, token: int, one: Logprob) -> dict[str, Any]:
     text = one.decoded_token or ""
-    encoded = list(text.encode("utf-8", "surrogatepass"))
-    return {"token": text, "logprob": _finite(one.logprob), "bytes": encoded}
+    if "\ufffd" in text:  # half a character
+        encoded = tokenizer.token_bytes(token)
+    else:
+        encoded = text.encode("utf-8", "surrogatepass")
+    return {"token": text, "logprob": _finite(one.logprob), "bytes": list(encoded)}
 
 
-def _ranked(scores: Mapping[int, Logprob], count: int) -> list[Logprob]:
-    ranked = [one for one in scores.values() if one.rank is not None and one.rank <= count]
-    return sorted(ranked, key=lambda one: one.rank or 0)
+def _ranked(scores: Mapping[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+    ranked = [each for each in scores.items() if each[1].rank and each[1].rank <= count]
+    return sorted(ranked, key=lambda each: each[1].rank or 0)
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], count: int
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, Logprob]],
+    count: int,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """The `logprobs` of a chat choice. count: `top_logprobs`"""
     content = []
     for token, scores in zip(token_ids, logprobs, strict=False):
-        top = [_entry(one) for one in _ranked(scores, count)]
-        content.append({**_entry(scores[token]), "top_logprobs": top})
+        top = [_entry(tokenizer, other, one) for other, one in _ranked(scores, count)]
+        content.append({**_entry(tokenizer, token, scores[token]), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 

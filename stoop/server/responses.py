@@ -153,7 +153,8 @@ class AnswerBuilder:
         """Add what is new in the answer."""
         if logprobs is not None:
             count = self.body.top_logprobs or 0
-            self._logprobs += chat_logprobs(token_ids, logprobs, count)["content"]
+            made = chat_logprobs(token_ids, logprobs, count, self.plan.tokenizer)
+            self._logprobs += made["content"]
         for piece in self._reader.feed(text):
             self._piece(piece)
         if finish_reason is not None:

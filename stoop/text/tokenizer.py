@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stoop.config.errors import CheckpointError, RequestError
 from stoop.config.values import is_whole, plain, shown
 from stoop.text.chat import ChatTemplate, as_conversations, load_chat_template
+from stoop.text.spelling import Speller
 
 if TYPE_CHECKING:
     import tokenizers
@@ -74,6 +75,17 @@ class Tokenizer:
     def tokens(self) -> dict[str, int]:
         """The id of every token, added ones included, as the vocabulary spells them."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def _speller(self) -> Speller | None:
+        return Speller.of(self.decoder_settings())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token spells in the middle of a text; it may be half a character."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or self._speller is None or token_id in self.special_ids:
+            return (token or "").encode()
+        return self._speller(token)
 
     def decoder_settings(self) -> str:
         """How tokens are joined to text, as tokenizer.json has it: JSON."""

@@ -224,7 +224,6 @@ def test_logprobs_of_a_chat(chat: Callable, llm: LLM) -> None:
     assert [each.logprob for each in streamed] == pytest.approx([s.logprob for s in scores])
 
 
-@pytest.mark.xfail(strict=True, reason="the bytes of half a character are those of U+FFFD")
 def test_the_bytes_of_tokens_are_those_of_the_text(chat: Callable) -> None:
     answer = chat(logprobs=True).choices[0]
     data = b"".join(bytes(each.bytes) for each in answer.logprobs.content)
