@@ -1,6 +1,6 @@
 """Requests that wait for their grammar, outside the scheduler."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from stoop.config.errors import RequestError
 from stoop.core.messages import Delta
@@ -19,6 +19,9 @@ class CompilingRequests:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pending)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pending
