@@ -306,6 +306,17 @@ def test_options_that_leave_no_token_end_their_request_alone(llm: LLM) -> None:
     assert good.outputs[0].text == "xy"
 
 
+def test_a_dead_end_leaves_the_cached_prefix_to_others(model: Path) -> None:
+    """Only NaN makes blocks unfit for others: bad words cannot."""
+    llm = make_grammar_llm(model)
+    prompt = list(range(40, 60))
+    params = GREEDY.replace(structured_outputs={"regex": "xy"}, bad_words=["y"])
+    (dead,) = llm.generate([prompt], params, use_tqdm=False)
+    assert dead.outputs[0].stop_reason == DEAD_END
+    (next_one,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert next_one.num_cached_tokens == 16
+
+
 class Slow:
     """Grammars that compile when they are told to."""
 
