@@ -8,6 +8,7 @@ import pytest
 from stoop import RequestError, StructuredOutputs
 from stoop.grammar.json_schema import MAX_ONE_OF, check_schema
 from stoop.grammar.parsing import parse
+from stoop.grammar.regex import check_regex
 
 OBJECT = {"type": "object"}
 
@@ -62,3 +63,13 @@ def test_a_check_does_not_hold_up_others(schema: Any, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         parse(StructuredOutputs(json=schema))
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("end", ["", "\\", "\\]"])
+def test_brackets_without_an_end_are_found_at_once(end: str) -> None:
+    """Each of them was searched for its end: hours for a million."""
+    started = time.perf_counter()
+    with pytest.raises(RequestError, match=r"close it, or write \\\["):
+        check_regex("structured_outputs.regex", "[" * 200_000 + end)
+    assert time.perf_counter() - started < 5
+    check_regex("structured_outputs.regex", r"[[\]a]|[]x]|[^]]|\[|a[bc]")
