@@ -14,7 +14,7 @@ from stoop import LLM, RequestError, SamplingParams, StructuredOutputs
 from stoop.core.outputs import CompletionOutput
 from stoop.engine.engine import Engine
 from stoop.grammar import parsing
-from stoop.grammar.compiler import GrammarStore, PendingGrammar, _Compiler
+from stoop.grammar.compiler import Compiled, GrammarStore, PendingGrammar, _Compiler
 from stoop.grammar.masks import DEAD_END
 from stoop.worker.runner import ModelRunner
 from support.grammars import make_grammar_llm, tell
@@ -375,7 +375,7 @@ def _finish(engine: Engine, name: str) -> Any:
 def test_grammars_are_kept_within_bounds(model: Path) -> None:
     store = GrammarStore(str(model), 330)
     held = store.request(StructuredOutputs(regex="held"))
-    held.wait()
+    store.get(StructuredOutputs(regex="held"))
     store.max_bytes = 3 * store.num_bytes
     for number in range(20):
         store.get(StructuredOutputs(regex=f"a{{{number + 1}}}"))
@@ -384,6 +384,51 @@ def test_grammars_are_kept_within_bounds(model: Path) -> None:
     assert store.request(StructuredOutputs(regex="held", after="x")) is held
     before = store.get(StructuredOutputs(regex="a{20}"))
     assert store.get(StructuredOutputs(regex="a{20}")) is before
+
+
+def test_the_text_of_a_grammar_counts(model: Path) -> None:
+    """A schema may be a megabyte of notes, and its grammar a few bytes."""
+    store = GrammarStore(str(model), 330, max_bytes=1 << 20)
+    for number in range(12):
+        store.get(StructuredOutputs(json={"const": 1, "description": f"{number}" * 300_000}))
+        assert len(store._recent) <= 3
+
+
+def test_grammars_that_failed_are_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = GrammarStore(str(model), 330)
+    monkeypatch.setattr(_Compiler, "compile", lambda self, asked: 1 / 0)
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        store.get(StructuredOutputs(regex="a"))
+    assert not store._recent and not store.num_bytes
+
+
+def test_sizes_are_counted_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes milliseconds for a large grammar, and admissions look it up."""
+    store = GrammarStore(str(model), 330)
+    compiled = store.get(StructuredOutputs(regex="[ab]{3}"))
+    assert compiled.num_bytes == compiled.grammar.memory_size_bytes > 0
+    monkeypatch.setattr(Compiled, "grammar", property(lambda self: 1 / 0), raising=False)
+    assert store.get(StructuredOutputs(regex="[ab]{3}")) is compiled
+
+
+def test_a_grammar_that_no_request_waits_for_is_not_compiled(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, compiled = Slow(monkeypatch), list[str | None]()
+    compile_one = _Compiler.compile
+
+    def noted(self: _Compiler, asked: StructuredOutputs) -> Any:
+        compiled.append(asked.regex)
+        return compile_one(self, asked)
+
+    monkeypatch.setattr(_Compiler, "compile", noted)
+    engine = make_grammar_llm(model).engine
+    for name in "abc":
+        engine.add_request(name, "hi", GREEDY.replace(structured_outputs={"regex": f"{name}+"}))
+    engine.abort_request("b")
+    slow.go.set()
+    _finish(engine, "c")
+    assert compiled == ["a+", "c+"]
 
 
 def test_words_of_a_sentencepiece_tokenizer(model: Path, tmp_path: Path) -> None:
