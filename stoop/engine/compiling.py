@@ -7,7 +7,7 @@ from stoop.core.messages import Delta
 from stoop.core.request import Request
 from stoop.engine.executor import Executor, PendingGrammar
 
-WAIT_SECONDS = 0.05  # at a time, if there is nothing else to do
+WAIT_SECONDS = 0.002  # at a time, if there is nothing else to do; new requests wait for its end
 
 
 class CompilingRequests:
