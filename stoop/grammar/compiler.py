@@ -1,4 +1,4 @@
-"""Compiles grammars for a model's vocabulary, in a thread of its own, and keeps recent ones."""
+"""Compiles grammars for a model's vocabulary, in threads of their own, and keeps recent ones."""
 
 import logging
 import sys
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 MAX_CACHE_BYTES = 256 << 20  # of compiled grammars that no request uses
 OVERHEAD_BYTES = 8 << 10  # of any grammar, about
 MAX_THREADS = 4  # of xgrammar, for one grammar
+NUM_WORKERS = 2  # grammars at a time: one may take a minute, and others need not wait for it
 
 NO_TOKENIZER = (
     "structured_outputs need the model's tokenizer, and the engine was made with "
@@ -97,33 +98,37 @@ class PendingGrammar:
 
 
 class _Compiler:
-    """Made in the thread that compiles, since reading the vocabulary takes a while."""
+    """Any thread may compile. The first one reads the vocabulary, which takes a while."""
 
     def __init__(self, folder: str | None, vocab_size: int) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._loaded: tuple[Vocabulary, Any] | None = None
+        self._lock = threading.Lock()
 
     def compile(self, asked: StructuredOutputs) -> Compiled:
         grammar = parse(asked)  # first: it needs no vocabulary
-        vocabulary, compiler = self._load()
+        xgrammar = load_xgrammar()
+        with self._lock:
+            vocabulary, info = self._load()
+        compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
         compiled = compiler.compile_grammar(grammar)
         return Compiled(compiled, vocabulary, int(compiled.memory_size_bytes))
 
     def _load(self) -> tuple[Vocabulary, Any]:
+        """The vocabulary, for us and for the library."""
         if self._loaded is None:
             if self._folder is None:
                 raise RequestError(NO_TOKENIZER)
-            xgrammar = load_xgrammar()
             vocabulary = Vocabulary.of(Tokenizer.from_folder(self._folder), self._vocab_size)
+            xgrammar = load_xgrammar()
             info = xgrammar.TokenizerInfo(
                 vocabulary.pieces,
                 xgrammar.VocabType.RAW,
                 vocab_size=self._vocab_size,
                 stop_token_ids=[],  # a request has its own
             )
-            compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
-            self._loaded = vocabulary, compiler
+            self._loaded = vocabulary, info
         return self._loaded
 
 
@@ -180,14 +185,12 @@ class GrammarStore:
     def _start(self, pending: PendingGrammar) -> None:
         if self._jobs is None:
             self._jobs = SimpleQueue()
-            thread = threading.Thread(
-                target=_work,
-                args=(self._jobs, self._compiler),
-                name="stoop-grammars",
-                daemon=True,
-            )
-            thread.start()
-            weakref.finalize(self, self._jobs.put, None)
+            args = (self._jobs, self._compiler)
+            for _ in range(NUM_WORKERS):
+                threading.Thread(
+                    target=_work, args=args, name="stoop-grammars", daemon=True
+                ).start()
+                weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(weakref.ref(pending))
 
 

@@ -13,7 +13,7 @@ import pytest
 from stoop import LLM, RequestError, SamplingParams, StructuredOutputs
 from stoop.core.outputs import CompletionOutput
 from stoop.engine.engine import Engine
-from stoop.grammar import parsing
+from stoop.grammar import compiler, parsing
 from stoop.grammar.compiler import Compiled, GrammarStore, PendingGrammar, _Compiler
 from stoop.grammar.masks import DEAD_END
 from stoop.worker.runner import ModelRunner
@@ -345,6 +345,24 @@ def test_others_go_on_while_a_grammar_is_compiled(
     assert re.fullmatch("[ab]{5}", _finish(engine, "slow").outputs[0].text)
 
 
+def test_other_grammars_need_not_wait_for_a_slow_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, compile_one = threading.Event(), _Compiler.compile
+
+    def slow(self: _Compiler, asked: StructuredOutputs) -> Any:
+        assert asked.regex != "slow" or go.wait(30)
+        return compile_one(self, asked)
+
+    monkeypatch.setattr(_Compiler, "compile", slow)
+    engine = make_grammar_llm(model).engine
+    for name in ("slow", "fast"):
+        engine.add_request(name, "hi", GREEDY.replace(structured_outputs={"regex": name}))
+    assert _finish(engine, "fast").outputs[0].text == "fast"
+    go.set()
+    assert _finish(engine, "slow").outputs[0].text == "slow"
+
+
 def test_a_request_may_go_while_its_grammar_is_compiled(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +380,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(
 
 
 def _finish(engine: Engine, name: str) -> Any:
-    for _ in range(2000):
+    for _ in range(20_000):
         for output in engine.step():
             if output.request_id == name and output.finished:
                 return output
@@ -414,6 +432,7 @@ def test_sizes_are_counted_once(model: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_grammar_that_no_request_waits_for_is_not_compiled(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiler, "NUM_WORKERS", 1)
     slow, compiled = Slow(monkeypatch), list[str | None]()
     compile_one = _Compiler.compile
 
