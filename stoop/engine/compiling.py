@@ -1,13 +1,13 @@
 """Requests that wait for their grammar, outside the scheduler."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from stoop.config.errors import RequestError
 from stoop.core.messages import Delta
 from stoop.core.request import Request
 from stoop.engine.executor import Executor, PendingGrammar
 
-WAIT_SECONDS = 0.05  # at a time, if there is nothing else to do
+WAIT_SECONDS = 0.002  # at a time, if there is nothing else to do; new requests wait for its end
 
 
 class CompilingRequests:
@@ -19,6 +19,9 @@ class CompilingRequests:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pending)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pending

@@ -172,11 +172,11 @@ class EngineCore:
 
     @property
     def open_requests(self) -> list[str]:
-        """Ids of the requests that are waiting or running."""
-        return self.scheduler.open_requests
+        """Ids of the requests that are waiting, for their grammar too, or running."""
+        return list(dict.fromkeys((*self.scheduler.open_requests, *self.compiling)))
 
     def knows(self, request_id: str) -> bool:
-        """Whether this request is waiting or running."""
+        """Whether this request is waiting, for its grammar too, or running."""
         return request_id in self.compiling or self.scheduler.knows(request_id)
 
     def restart(self, request_ids: Iterable[str]) -> None:

@@ -1,11 +1,12 @@
-"""Compiles grammars for a model's vocabulary, in a thread of its own, and keeps recent ones."""
+"""Compiles grammars for a model's vocabulary, in threads of their own, and keeps recent ones."""
 
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
@@ -20,7 +21,9 @@ from stoop.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 256 << 20  # of compiled grammars that no request uses
+OVERHEAD_BYTES = 8 << 10  # of any grammar, about
 MAX_THREADS = 4  # of xgrammar, for one grammar
+NUM_WORKERS = 2  # grammars at a time: one may take a minute, and others need not wait for it
 
 NO_TOKENIZER = (
     "structured_outputs need the model's tokenizer, and the engine was made with "
@@ -34,10 +37,7 @@ class Compiled:
 
     grammar: Any  # xgrammar.CompiledGrammar
     vocabulary: Vocabulary
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.grammar.memory_size_bytes)
+    num_bytes: int  # of the grammar; the library takes milliseconds to count those of a large one
 
     def follow(
         self, stop_ids: Iterable[int], after: str | None, output_ids: Iterable[int] = ()
@@ -70,6 +70,17 @@ class PendingGrammar:
         """Returns whether it is done."""
         return self._ready.wait(seconds)
 
+    @property
+    def num_bytes(self) -> int:
+        """With the text of what was asked for, which a small grammar may have much of."""
+        texts = (self.asked.choice or ()) if self.asked.kind == "choice" else (self._text,)
+        size = sum(map(sys.getsizeof, texts))
+        return OVERHEAD_BYTES + size + (self.compiled.num_bytes if self.compiled else 0)
+
+    @property
+    def _text(self) -> Any:
+        return getattr(self.asked, self.asked.kind)
+
     def compile(self, grammars: "_Compiler") -> None:
         started = time.perf_counter()
         try:
@@ -87,40 +98,45 @@ class PendingGrammar:
 
 
 class _Compiler:
-    """Made in the thread that compiles, since reading the vocabulary takes a while."""
+    """Any thread may compile. The first one reads the vocabulary, which takes a while."""
 
     def __init__(self, folder: str | None, vocab_size: int) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._loaded: tuple[Vocabulary, Any] | None = None
+        self._lock = threading.Lock()
 
     def compile(self, asked: StructuredOutputs) -> Compiled:
         grammar = parse(asked)  # first: it needs no vocabulary
-        vocabulary, compiler = self._load()
-        return Compiled(compiler.compile_grammar(grammar), vocabulary)
+        xgrammar = load_xgrammar()
+        with self._lock:
+            vocabulary, info = self._load()
+        compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
+        compiled = compiler.compile_grammar(grammar)
+        return Compiled(compiled, vocabulary, int(compiled.memory_size_bytes))
 
     def _load(self) -> tuple[Vocabulary, Any]:
+        """The vocabulary, for us and for the library."""
         if self._loaded is None:
             if self._folder is None:
                 raise RequestError(NO_TOKENIZER)
-            xgrammar = load_xgrammar()
             vocabulary = Vocabulary.of(Tokenizer.from_folder(self._folder), self._vocab_size)
+            xgrammar = load_xgrammar()
             info = xgrammar.TokenizerInfo(
                 vocabulary.pieces,
                 xgrammar.VocabType.RAW,
                 vocab_size=self._vocab_size,
                 stop_token_ids=[],  # a request has its own
             )
-            compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
-            self._loaded = vocabulary, compiler
+            self._loaded = vocabulary, info
         return self._loaded
 
 
 class GrammarStore:
     """Compiled grammars by what was asked for; requests that ask for the same share one.
 
-    A grammar stays as long as a request holds it. Others stay while they fit into
-    `max_bytes`, those used last.
+    A grammar stays as long as a request holds it; one that no request waits for any more is not
+    compiled. Compiled ones stay while they fit into `max_bytes`, those used last.
     """
 
     def __init__(
@@ -132,7 +148,8 @@ class GrammarStore:
         self._known: weakref.WeakValueDictionary[StructuredOutputs, PendingGrammar]
         self._known = weakref.WeakValueDictionary()
         self._recent: OrderedDict[StructuredOutputs, PendingGrammar] = OrderedDict()
-        self._jobs: SimpleQueue[Callable[[], None] | None] | None = None
+        self.num_bytes = 0  # of the recent grammars
+        self._jobs: _Jobs | None = None
 
     def request(self, asked: StructuredOutputs) -> PendingGrammar:
         """Find a grammar or start to compile it. Does not wait."""
@@ -141,44 +158,49 @@ class GrammarStore:
         if found is None or found.error is not None:
             found = self._known[key] = PendingGrammar(key)
             self._start(found)
-        self._recent[key] = found
-        self._recent.move_to_end(key)
-        self._trim()
+        self._note_use(found)
         return found
 
     def get(self, asked: StructuredOutputs) -> Compiled:
         """Find a grammar that a request holds; compiled here and now if there is none."""
         pending = self.request(asked)
         pending.wait()
-        self._trim()
+        self._note_use(pending)
         if pending.compiled is None:
             raise RequestError(pending.error or "the grammar could not be compiled")
         return pending.compiled
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the recent grammars."""
-        return sum(each.compiled.num_bytes for each in self._recent.values() if each.compiled)
-
-    def _trim(self) -> None:
+    def _note_use(self, used: PendingGrammar) -> None:
         """The newest stays in any case."""
+        if used.compiled is None:
+            return
+        if used.asked not in self._recent:
+            self._recent[used.asked] = used
+            self.num_bytes += used.num_bytes
+        self._recent.move_to_end(used.asked)
         while len(self._recent) > 1 and self.num_bytes > self.max_bytes:
-            self._recent.popitem(last=False)
+            _, oldest = self._recent.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
 
     def _start(self, pending: PendingGrammar) -> None:
         if self._jobs is None:
             self._jobs = SimpleQueue()
-            thread = threading.Thread(
-                target=_work, args=(self._jobs,), name="stoop-grammars", daemon=True
-            )
-            thread.start()
-            weakref.finalize(self, self._jobs.put, None)
-        compiler = self._compiler
-        self._jobs.put(lambda: pending.compile(compiler))
+            args = (self._jobs, self._compiler)
+            for _ in range(NUM_WORKERS):
+                threading.Thread(
+                    target=_work, args=args, name="stoop-grammars", daemon=True
+                ).start()
+                weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put(weakref.ref(pending))
 
 
-def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
-    """Holds no reference to the store, which would otherwise never go."""
+def _work(jobs: "_Jobs", compiler: _Compiler) -> None:
+    """Holds no reference to the store, which would otherwise never go, nor to what it did last."""
     while (job := jobs.get()) is not None:
-        job()
-        del job
+        pending = job()
+        if pending is not None:
+            pending.compile(compiler)
+        del pending
+
+
+_Jobs = SimpleQueue[weakref.ref[PendingGrammar] | None]

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stoop.config.errors import RequestError
@@ -55,6 +56,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
 }
+
+MAX_ONE_OF = 64  # schemas that do not list their values
 
 
 def check_schema(schema: Any) -> None:
@@ -124,6 +127,24 @@ def _types(node: Mapping[str, Any]) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 
+@dataclass(frozen=True)
+class _Marks:
+    """What tells a schema's values from another's."""
+
+    values: set[str] | None  # all of them, if it lists them
+    kinds: set[Any]
+    fixed: dict[str, set[str]]  # the values of properties that every object has
+
+
+def _disjoint(one: _Marks, other: _Marks) -> bool:
+    if one.values is not None and other.values is not None:
+        return one.values.isdisjoint(other.values)
+    if one.kinds and other.kinds and one.kinds.isdisjoint(other.kinds):
+        return True
+    shared = one.fixed.keys() & other.fixed.keys()
+    return any(one.fixed[name].isdisjoint(other.fixed[name]) for name in shared)
+
+
 class _Node:
     """One schema in a schema. root: the whole one, to which references point"""
 
@@ -171,11 +192,31 @@ class _Node:
             if name == "allOf" and len(branches) > 1:
                 raise _refusal("has 'allOf' of several schemas", "merge them into one")
             if name == "oneOf":
-                for one, other in itertools.combinations(branches, 2):
-                    if not self._disjoint(self._resolve(one), self._resolve(other)):
-                        raise _refusal(
-                            "has 'oneOf' of schemas that one value may match both", "use 'anyOf'"
-                        )
+                self._check_one_of([self._resolve(each) for each in branches])
+
+    def _check_one_of(self, branches: list[dict[str, Any]]) -> None:
+        """Refuse branches that may overlap. Pairs are compared, so there must not be too many."""
+        every = [_values(each) for each in branches]
+        listed = [values for values in every if values is not None]
+        if len(listed) == len(branches):
+            overlap = len(set().union(*listed)) < sum(map(len, listed))
+        elif len(branches) > MAX_ONE_OF:
+            raise _refusal(f"has 'oneOf' of {len(branches)} schemas", f"use at most {MAX_ONE_OF}")
+        else:
+            marks = [self._marks(each) for each in branches]
+            overlap = not all(
+                _disjoint(one, other) for one, other in itertools.combinations(marks, 2)
+            )
+        if overlap:
+            raise _refusal("has 'oneOf' of schemas that one value may match both", "use 'anyOf'")
+
+    def _marks(self, node: dict[str, Any]) -> "_Marks":
+        kinds = {"number" if kind == "integer" else kind for kind in _types(node)}
+        properties = node.get("properties", {})
+        required = [each for each in node.get("required", []) if each in properties]
+        found = ((name, _values(self._resolve(properties[name]))) for name in required)
+        fixed = {name: values for name, values in found if values is not None}
+        return _Marks(_values(node), kinds, fixed if kinds == {"object"} else {})
 
     def _resolve(self, node: Any) -> dict[str, Any]:
         """What a reference within the schema points to."""
@@ -192,26 +233,6 @@ class _Node:
                     raise _refusal(f"has $ref={shown(path)}, and nothing is there", "correct it")
                 node = node[part]
         raise _refusal("has a $ref that leads to itself", "correct it")
-
-    def _disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        ours, theirs = _values(one), _values(other)
-        if ours is not None and theirs is not None:
-            return not ours & theirs
-        kinds = [
-            {"number" if kind == "integer" else kind for kind in _types(each)}
-            for each in (one, other)
-        ]
-        if all(kinds) and not kinds[0] & kinds[1]:
-            return True
-        if kinds != [{"object"}, {"object"}]:
-            return False
-        shared = set(one.get("required", [])) & set(other.get("required", []))
-        for name in shared:
-            ours = _values(self._resolve(one.get("properties", {}).get(name, {})))
-            theirs = _values(self._resolve(other.get("properties", {}).get(name, {})))
-            if ours is not None and theirs is not None and not ours & theirs:
-                return True
-        return False
 
     def _check_values(self) -> None:
         for name in self._has("enum", "const"):
@@ -280,9 +301,9 @@ class _Node:
                 "'additionalProperties' or 'propertyNames'",
                 "use one pattern alone",
             )
-        for pattern in patterns:
-            if any(re.search(pattern, name) for name in names):
-                raise _refusal("has 'properties' that match 'patternProperties'", "rename them")
+        if patterns and names:
+            # Whether a name matches is not tried out here: a pattern may take for ever.
+            raise _refusal("has 'patternProperties' beside 'properties'", "leave one of them out")
         if "propertyNames" in node and names:
             raise _refusal("has 'propertyNames' beside 'properties'", "leave one of them out")
         many = node.get("minProperties", 0)

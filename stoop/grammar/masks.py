@@ -137,12 +137,13 @@ class GrammarMasks:
 
     def advance(self, planned: Sequence[PlannedRow], results: Sequence[RowResult]) -> None:
         """Take in the tokens that a step has added. A token that the grammar forbids ends its
-        request with an error: it can only come from a mask that allows nothing."""
+        request with an error: it can only come from a mask that allows nothing. So does a row
+        without a token if bad words may have ruled out all that its mask allows."""
         for row, result in zip(planned, results, strict=True):
             follower = self._followers.get(row.slot)
             if follower is None:
                 continue
-            if result.failed:  # a mask and other options together rule out every token
+            if result.failed and row.rules.params.bad_words:
                 result.error = DEAD_END
             allowed = follower.advance(result.token_ids)
             if allowed < len(result.token_ids):

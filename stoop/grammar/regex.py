@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 from stoop.config.errors import RequestError
 
-_PART = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|c.|.)|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
+_CLASS = r"\[\^?\]?(?:\\.|[^\]\\])*\]"
+# The last but one takes all that follows a bracket without an end, so that this is found once.
+_PART = re.compile(rf"\\(?:x[0-9a-fA-F]{{2}}|u[0-9a-fA-F]{{4}}|c.|.)|{_CLASS}|\[.*|.", re.DOTALL)
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 # Letters after a backslash that the library knows, or refuses itself. It would match others as
 # themselves.
@@ -20,6 +22,8 @@ def check_regex(name: str, pattern: str, in_json: bool = False) -> None:
     in_json: of a string in JSON, in which some characters must be escaped
     """
     parts = _PART.findall(pattern)
+    if parts and parts[-1][0] == "[" and not re.fullmatch(_CLASS, parts[-1], re.DOTALL):
+        raise RequestError(f"{name} has a [ without its ]: close it, or write \\[")
     for part in parts:
         if part[0] == "\\" and part[1:].isalnum() and part[1] not in _KNOWN_ESCAPES:
             raise RequestError(f"{name} has {part}, which is not known: leave it out")

@@ -60,8 +60,9 @@ def prepare_draft_prefill(
     live = (step.slot_mapping >= 0) & (following < slots.num_tokens[slot])
     following = torch.where(live, following, 0)
     out.token_ids.copy_(torch.where(live, slots.token_ids[slot, following], 0))
-    starts = rows.query_start_loc.long()
-    last = starts[:-1] + slots.num_computed[step.row_slots] - 1 - step.context_lens
+    starts = rows.query_start_loc.long()[:-1]
+    last = starts + slots.num_computed[step.row_slots] - 1 - step.context_lens
+    last = torch.maximum(last, starts)  # a row that has failed may have no valid token
     out.last_token_indices.copy_(torch.where(step.samples > 0, last, 0))
 
 

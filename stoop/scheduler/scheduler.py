@@ -430,14 +430,14 @@ class Scheduler:
     def _fail(self, request: Request, row: RowResult) -> list[int]:
         """There is no next token: end the request, unless an accepted draft ended it before.
 
-        What it computed may be NaN too, so no other request may find its blocks.
+        Without another reason what it computed may be NaN, so no other request may find its blocks.
         """
         if row.num_drafts:
             self.stats.spec.add(row.num_drafts, len(row.token_ids))
         taken = self._append(request, row.token_ids)
-        if not request.finished:
+        if not request.finished and row.error is None:
             self.prefix_cache.withdraw(request)
-            self.finish(request, "error", row.error or NO_TOKEN)
+            self.finish(request, "error", NO_TOKEN)
         return taken
 
     def _settle(self, request: Request, has_new_tokens: bool) -> None:

@@ -13,8 +13,8 @@ import pytest
 from stoop import LLM, RequestError, SamplingParams, StructuredOutputs
 from stoop.core.outputs import CompletionOutput
 from stoop.engine.engine import Engine
-from stoop.grammar import parsing
-from stoop.grammar.compiler import GrammarStore, PendingGrammar, _Compiler
+from stoop.grammar import compiler, parsing
+from stoop.grammar.compiler import Compiled, GrammarStore, PendingGrammar, _Compiler
 from stoop.grammar.masks import DEAD_END
 from stoop.worker.runner import ModelRunner
 from support.grammars import make_grammar_llm, tell
@@ -306,6 +306,17 @@ def test_options_that_leave_no_token_end_their_request_alone(llm: LLM) -> None:
     assert good.outputs[0].text == "xy"
 
 
+def test_a_dead_end_leaves_the_cached_prefix_to_others(model: Path) -> None:
+    """Only NaN makes blocks unfit for others: bad words cannot."""
+    llm = make_grammar_llm(model)
+    prompt = list(range(40, 60))
+    params = GREEDY.replace(structured_outputs={"regex": "xy"}, bad_words=["y"])
+    (dead,) = llm.generate([prompt], params, use_tqdm=False)
+    assert dead.outputs[0].stop_reason == DEAD_END
+    (next_one,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert next_one.num_cached_tokens == 16
+
+
 class Slow:
     """Grammars that compile when they are told to."""
 
@@ -334,6 +345,24 @@ def test_others_go_on_while_a_grammar_is_compiled(
     assert re.fullmatch("[ab]{5}", _finish(engine, "slow").outputs[0].text)
 
 
+def test_other_grammars_need_not_wait_for_a_slow_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, compile_one = threading.Event(), _Compiler.compile
+
+    def slow(self: _Compiler, asked: StructuredOutputs) -> Any:
+        assert asked.regex != "slow" or go.wait(30)
+        return compile_one(self, asked)
+
+    monkeypatch.setattr(_Compiler, "compile", slow)
+    engine = make_grammar_llm(model).engine
+    for name in ("slow", "fast"):
+        engine.add_request(name, "hi", GREEDY.replace(structured_outputs={"regex": name}))
+    assert _finish(engine, "fast").outputs[0].text == "fast"
+    go.set()
+    assert _finish(engine, "slow").outputs[0].text == "slow"
+
+
 def test_a_request_may_go_while_its_grammar_is_compiled(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +380,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(
 
 
 def _finish(engine: Engine, name: str) -> Any:
-    for _ in range(2000):
+    for _ in range(20_000):
         for output in engine.step():
             if output.request_id == name and output.finished:
                 return output
@@ -364,7 +393,7 @@ def _finish(engine: Engine, name: str) -> Any:
 def test_grammars_are_kept_within_bounds(model: Path) -> None:
     store = GrammarStore(str(model), 330)
     held = store.request(StructuredOutputs(regex="held"))
-    held.wait()
+    store.get(StructuredOutputs(regex="held"))
     store.max_bytes = 3 * store.num_bytes
     for number in range(20):
         store.get(StructuredOutputs(regex=f"a{{{number + 1}}}"))
@@ -373,6 +402,52 @@ def test_grammars_are_kept_within_bounds(model: Path) -> None:
     assert store.request(StructuredOutputs(regex="held", after="x")) is held
     before = store.get(StructuredOutputs(regex="a{20}"))
     assert store.get(StructuredOutputs(regex="a{20}")) is before
+
+
+def test_the_text_of_a_grammar_counts(model: Path) -> None:
+    """A schema may be a megabyte of notes, and its grammar a few bytes."""
+    store = GrammarStore(str(model), 330, max_bytes=1 << 20)
+    for number in range(12):
+        store.get(StructuredOutputs(json={"const": 1, "description": f"{number}" * 300_000}))
+        assert len(store._recent) <= 3
+
+
+def test_grammars_that_failed_are_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = GrammarStore(str(model), 330)
+    monkeypatch.setattr(_Compiler, "compile", lambda self, asked: 1 / 0)
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        store.get(StructuredOutputs(regex="a"))
+    assert not store._recent and not store.num_bytes
+
+
+def test_sizes_are_counted_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes milliseconds for a large grammar, and admissions look it up."""
+    store = GrammarStore(str(model), 330)
+    compiled = store.get(StructuredOutputs(regex="[ab]{3}"))
+    assert compiled.num_bytes == compiled.grammar.memory_size_bytes > 0
+    monkeypatch.setattr(Compiled, "grammar", property(lambda self: 1 / 0), raising=False)
+    assert store.get(StructuredOutputs(regex="[ab]{3}")) is compiled
+
+
+def test_a_grammar_that_no_request_waits_for_is_not_compiled(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "NUM_WORKERS", 1)
+    slow, compiled = Slow(monkeypatch), list[str | None]()
+    compile_one = _Compiler.compile
+
+    def noted(self: _Compiler, asked: StructuredOutputs) -> Any:
+        compiled.append(asked.regex)
+        return compile_one(self, asked)
+
+    monkeypatch.setattr(_Compiler, "compile", noted)
+    engine = make_grammar_llm(model).engine
+    for name in "abc":
+        engine.add_request(name, "hi", GREEDY.replace(structured_outputs={"regex": f"{name}+"}))
+    engine.abort_request("b")
+    slow.go.set()
+    _finish(engine, "c")
+    assert compiled == ["a+", "c+"]
 
 
 def test_words_of_a_sentencepiece_tokenizer(model: Path, tmp_path: Path) -> None:

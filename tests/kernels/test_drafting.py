@@ -74,11 +74,14 @@ def test_draft_prefill_equals_torch(seed: int) -> None:
     rng = random.Random(seed)
     case = verified_case(rng)
     slots, rows, step = case.slots, case.rows, case.step
+    if seed % 2:  # the first row has failed, without a token
+        slots.num_computed[step.row_slots[0]] = step.context_lens[0]
     before, limit = case.copy(), rng.randint(1, case.max_len)
     ours, theirs = poisoned_prefill(case), poisoned_prefill(case)
     kernels.prepare_draft_prefill(slots, rows, step, ours, limit)
     reference.prepare_draft_prefill(slots, rows, step, theirs, limit)
     check_equal(ours, theirs)
+    assert int(ours.last_token_indices.min()) >= 0
     expected = reference.draft_room(slots, step, limit)
     assert torch.equal(ours.room, expected)
     assert torch.equal(kernels.draft_room(slots, step, limit), expected)

@@ -127,3 +127,27 @@ def test_nan_after_accepted_drafts_keeps_them(drafters: DrafterStore) -> None:
     assert answer.finish_reason == "error" and len(answer.token_ids) == 1 + 4 + 4 + 2
     assert answer.token_ids == whole[: len(answer.token_ids)]
     assert answer.spec is not None and answer.spec.num_accepted_tokens == 3 + 3 + 2
+
+
+@pytest.mark.parametrize("method", ["eagle-right", "eagle3-some"])
+@pytest.mark.parametrize("options", [{}, STEP], ids=["eager", "step graph"])
+def test_nan_in_the_first_row_reads_no_place_before_the_batch(
+    drafters: DrafterStore, method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without any token has no last valid place: draft prefill must still read inside."""
+    llm = make(drafters, method, options)
+    engine = llm.engine
+    found: list[int] = []
+    step = engine.step
+
+    def watched() -> list[RequestOutput]:
+        outputs = step()
+        inputs = engine.runner.speculator.prefill_inputs  # type: ignore[union-attr]
+        found.append(int(inputs.last_token_indices.min()))
+        return outputs
+
+    monkeypatch.setattr(engine, "step", watched)
+    last = run(llm, PARAMS["greedy"], victim="a")
+    assert last["a"].outputs[0].finish_reason == "error"
+    assert {last[name].outputs[0].finish_reason for name in "bc"} == {"length"}
+    assert min(found) >= 0

@@ -1,6 +1,7 @@
 """The loop of a core in a process of its own, without processes: commands in, messages out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -266,3 +267,26 @@ def test_frames_survive_any_cut() -> None:
         for start in range(0, len(stream), size):
             found += decoder.feed(stream[start : start + size])
         assert found == messages
+
+
+class NeverCompiled:
+    done, error = False, None
+
+    def wait(self, seconds: float | None = None) -> bool:
+        return False
+
+
+def test_a_request_whose_grammar_is_compiled_survives_the_failure_of_others() -> None:
+    """It is in no step, so a failed one must not drop it without a word."""
+    bench = Bench()
+    bench.executor.compile_grammar = lambda asked: NeverCompiled()  # type: ignore[attr-defined]
+    rules = make_rules(5)
+    params = rules.params.replace(structured_outputs={"regex": "a"})
+    waiting = EngineRequest("waiting", (1, 2, 3), replace(rules, params=params))
+    bench.loop.take(Add([waiting]))
+    bench.add("a")
+    bench.executor.fails = lambda plan: True
+    bench.loop.turn()
+    assert [each.request_ids for each in bench.of(Lost)] == [["a"]]
+    assert bench.loop.core.knows("waiting") and bench.loop.has_work
+    assert bench.loop.core.open_requests == ["waiting"]

@@ -112,7 +112,7 @@ def _prepare_draft_prefill_kernel(
     start = tl.load(starts_ptr + place, mask=inside, other=0)
     context = tl.load(context_lens_ptr + place, mask=inside, other=0)
     computed = tl.load(num_computed_ptr + slot, mask=inside, other=0)
-    last = computed - 1 + start - context
+    last = tl.maximum(computed - 1 + start - context, start)  # a failed row may have no valid one
     tl.store(last_token_indices_ptr + place, tl.where(samples > 0, last, 0), mask=inside)
     room = _room(
         slot, inside, samples, num_tokens_ptr, draft_limit_ptr, token_limit_ptr, position_limit
