@@ -9,6 +9,8 @@ from support.http import USER, call, make_server, post, refusal
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD = {CHAT: {"messages": USER}, TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}
+TOOL = CHOICE = {"type": "function", "function": {"name": "f"}}
+FLAT = {"type": "function", "name": "f"}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,8 @@ def test_harmless_fields_are_taken(app, path):
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [TOOL, TOOL], "tool_choice": CHOICE}, "tools"),
+        (RESPONSES, {"tools": [FLAT, FLAT], "tool_choice": FLAT}, "tools"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
         (TEXT, {"prompt": []}, "prompt"),

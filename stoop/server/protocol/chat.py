@@ -11,6 +11,7 @@ from stoop.server.protocol.base import (
     Count,
     GenerationFields,
     Wire,
+    check_tool_names,
     ignored,
     refused,
 )
@@ -103,6 +104,7 @@ class ChatRequest(GenerationFields):
                 "set one of them",
                 "continue_final_message",
             )
+        check_tool_names([tool.function.name for tool in self.tools or ()])
         forced = self.tool_choice not in (None, "none", "auto")
         if forced and not self.tools:
             raise refuse("`tool_choice` needs `tools`", "tool_choice")
