@@ -44,11 +44,20 @@ def test_unknown_fields_are_refused_by_name(app, path):
         (RESPONSES, "truncation", "auto"),
         (RESPONSES, "tools", [{"type": "web_search"}]),
         (RESPONSES, "include", ["reasoning.encrypted_content"]),
+        (RESPONSES, "prompt_logprobs", 0),
+        (RESPONSES, "return_draft_positions", True),
     ],
 )
 def test_what_stoop_cannot_honour_is_refused_by_name(app, path, name, value):
     error = refusal(post(app, path, {**GOOD[path], name: value}), 400, f"`{name}`")
     assert error["param"] == name and error["code"] == "unsupported_parameter"
+
+
+def test_a_chat_stream_has_no_place_for_scores_of_the_prompt(app):
+    asked = {"messages": USER, "prompt_logprobs": 1}
+    assert post(app, CHAT, asked).json()["prompt_logprobs"][0] is None
+    error = refusal(post(app, CHAT, {**asked, "stream": True}), 400)
+    assert error["param"] == "prompt_logprobs" and error["code"] == "unsupported_parameter"
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])

@@ -98,6 +98,13 @@ class ChatRequest(GenerationFields):
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise refuse("`top_logprobs` needs `logprobs`: true", "top_logprobs")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refuse(
+                "`prompt_logprobs` has no place in a chat stream: leave out `stream`, or use "
+                "/v1/completions",
+                "prompt_logprobs",
+                "unsupported_parameter",
+            )
         if self.continue_final_message and self.add_generation_prompt:
             raise refuse(
                 "`continue_final_message` and `add_generation_prompt` exclude each other: "
