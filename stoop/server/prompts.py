@@ -115,22 +115,28 @@ class PromptMaker:
 async def _limited(threads: ThreadPoolExecutor, work: Any, seconds: float) -> Any:
     """Run `work` in a thread; a template that loops for too long is ended there.
 
+    The time counts from when a thread takes it up: waiting for one is not the template's fault.
     A template is a program that came with the checkpoint. The exception is raised between two
     bytecodes of the thread, and only while it is inside `work`.
     """
+    loop = asyncio.get_running_loop()
+    begun = asyncio.Event()
     lock = threading.Lock()
     running: list[int] = []
 
     def guarded() -> Any:
         with lock:
             running.append(threading.get_ident())
+        loop.call_soon_threadsafe(begun.set)
         try:
             return work()
         finally:
             with lock:
                 running.clear()
 
-    future = asyncio.get_running_loop().run_in_executor(threads, guarded)
+    future = loop.run_in_executor(threads, guarded)
+    future.add_done_callback(lambda _: begun.set())  # also if it was cancelled in the queue
+    await begun.wait()
     try:
         return await asyncio.wait_for(asyncio.shield(future), seconds)
     except TimeoutError:

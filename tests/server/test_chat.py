@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: shapes of whole and streamed answers, tools, reasoning, formats."""
 
 import json
+import time
 
 import pytest
 
@@ -354,3 +355,11 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch):
         refusal(post(app, CHAT, {"messages": USER}), 400, "took more than 0.3 s")
     threads = service.prompts._threads
     assert threads.submit(lambda: 7).result(timeout=10) == 7
+
+
+def test_waiting_for_a_thread_is_not_the_templates_time(monkeypatch):
+    monkeypatch.setattr("stoop.server.prompts.RENDER_SECONDS", 0.3)
+    app, service = make_server()
+    for _ in range(2):  # as many as there are threads
+        service.prompts._threads.submit(time.sleep, 0.8)
+    assert post(app, CHAT, {"messages": USER}).status_code == 200
