@@ -43,11 +43,13 @@ async def completions(service: Service, request: Request, body: CompletionReques
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = body.prompt
+    params = _params(service, body)
+    await service.prompts.check_grammar(params)
     generation = make_generation(
         service,
         request,
         prompts,
-        _params(service, body),
+        params,
         priority=body.priority,
         operation="text_completion",
     )

@@ -75,6 +75,7 @@ async def make_plan(
         structure = after_reasoning(structure, opens_reasoning(prompt.text))
     params = fields.sampling(service.llm.default_params, **sampling)
     params = with_structure(params, structure)
+    await service.prompts.check_grammar(params)
     if tools and _hides_markers(service):
         params = params.replace(skip_special_tokens=False)
     make = _reader(service, talk)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from stoop.config.values import shown
+from stoop.core.sampling_params import SamplingParams
+from stoop.grammar.parsing import parse
 from stoop.server.errors import ApiError, refuse
 from stoop.server.protocol.chat import Message
 from stoop.text.tokenizer import LONG_TEXT, Tokenizer
@@ -64,6 +66,14 @@ class PromptMaker:
     async def in_thread(self, work: Callable[..., Item], *arguments: Any) -> Item:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Parse a request's grammar outside the event loop, which a large one holds up for long.
+
+        The engine then finds it parsed.
+        """
+        if params.structured_outputs is not None:
+            await self.in_thread(parse, params.structured_outputs)
 
     async def render(
         self,

@@ -1,11 +1,12 @@
 """`/v1/chat/completions`: shapes of whole and streamed answers, tools, reasoning, formats."""
 
 import json
+import threading
 import time
 
 import pytest
 
-from stoop.config.errors import ConfigError
+from stoop.config.errors import ConfigError, RequestError
 from stoop.core.structured import StructuredOutputs
 from stoop.server import conversation
 from stoop.server.settings import ServerSettings
@@ -240,6 +241,23 @@ def test_structured_outputs(structures):
     assert structures[0].regex == "a+"
     both = {"structured_outputs": {"regex": "a+"}, "response_format": {"type": "json_object"}}
     refusal(post(app, CHAT, {"messages": USER, **both}), 400, "exclude each other")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+def test_grammars_are_parsed_outside_the_event_loop(monkeypatch, path):
+    """The first one imports xgrammar, too: streams would stand still meanwhile."""
+    threads = []
+
+    def parse(asked):
+        threads.append(threading.current_thread())
+        raise RequestError(f"no {asked.kind}")
+
+    monkeypatch.setattr("stoop.server.prompts.parse", parse)
+    app, _ = make_server()
+    body = {"messages": USER} if path == CHAT else {"prompt": "a"}
+    body = {"input": "a"} if path == "/v1/responses" else body
+    refusal(post(app, path, {**body, "structured_outputs": {"regex": "a"}}), 400, "no regex")
+    assert threads and threading.main_thread() not in threads
 
 
 def test_a_format_with_tools_allows_both(structures):
