@@ -220,7 +220,7 @@ def _calls_or(service: Service, talk: Conversation, own: dict[str, Any]) -> dict
             "leave out one of them",
             "tools",
         )
-    answer = {"type": "json_schema", "json_schema": schema}
+    answer = {"type": "json_schema", "json_schema": _loaded("json", schema)}
     either = {"type": "or", "elements": [calls["format"], answer]}
     return {"structural_tag": {"type": "structural_tag", "format": either}}
 

@@ -8,6 +8,7 @@ import pytest
 
 from stoop.config.errors import ConfigError, RequestError
 from stoop.core.structured import StructuredOutputs
+from stoop.grammar.parsing import parse
 from stoop.server import conversation
 from stoop.server.settings import ServerSettings
 from support.fake_llm import FakeLLM
@@ -268,6 +269,21 @@ def test_a_format_with_tools_allows_both(structures):
     refused = {"messages": USER, "tools": TOOLS, "tool_choice": "required"}
     refused["response_format"] = {"type": "json_object"}
     refusal(post(app, CHAT, refused), 400, "exclude each other")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"json": '{"type": "integer"}'}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    ],
+)
+def test_a_schema_as_text_with_tools(structures, asked):
+    """Structural tags take schemas as objects only."""
+    pytest.importorskip("xgrammar")
+    app, _ = make_server(FakeLLM(["12"], chat_template=TEMPLATE))
+    whole(app, tools=TOOLS, **asked)
+    parse(structures[0])
 
 
 @pytest.mark.parametrize("opened", [False, True])
