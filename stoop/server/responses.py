@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from copy import deepcopy
 from typing import Any
 
 from fastapi.responses import Response
@@ -250,7 +251,7 @@ class AnswerBuilder:
         else:
             item["summary"] = []
         self._begin(item)
-        self._tell("response.content_part.added", content_index=0, part=dict(part))
+        self._tell("response.content_part.added", content_index=0, part=deepcopy(part))
         item["content"] = [part]
 
     def _begin(self, item: dict[str, Any]) -> None:

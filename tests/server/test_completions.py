@@ -141,6 +141,23 @@ def test_the_events_of_a_response():
     assert names == [event["type"] for event in found]
 
 
+def test_logprobs_of_a_response():
+    app, _ = make_server(FakeLLM(["Hel", "lo"]))
+    body = {"input": "hi", "stream": True, "include": ["message.output_text.logprobs"]}
+    found = events(post(app, RESPONSES, body).text)
+    counts = {}
+    for event in found:
+        given = event.get("part", event).get("logprobs")
+        if given is not None:
+            counts.setdefault(event["type"], []).append(len(given))
+    assert counts == {
+        "response.content_part.added": [0],
+        "response.output_text.delta": [3, 2],
+        "response.output_text.done": [5],
+        "response.content_part.done": [5],
+    }
+
+
 def test_a_response_that_is_cut_short():
     app, _ = make_server(FakeLLM(["Hel"], ends="length"))
     found = post(app, RESPONSES, {"input": "hi"}).json()
