@@ -196,6 +196,22 @@ def test_a_request_that_takes_too_long(stream):
     assert not llm.open and len(llm.aborted) == 1
 
 
+def test_a_client_that_stops_reading_cannot_keep_its_request(monkeypatch):
+    monkeypatch.setattr("stoop.server.transport.ERROR_SECONDS", 0.1)
+    llm = FakeLLM(LONG, pause=0.01)
+    app, service = make_server(llm, request_timeout=0.2)
+
+    async def run():
+        connection = Connection(app, CHAT, {**ASK, "stream": True})
+        await connection.wait_for(b"content")
+        connection.full = True
+        async with asyncio.timeout(5):
+            await connection.task
+        assert not llm.open and not service.num_open and service.idle.is_set()
+
+    asyncio.run(run())
+
+
 def test_a_quiet_stream_is_kept_alive():
     app, _ = make_server(FakeLLM(["a", "b"], pause=0.35), keep_alive=0.1)
     text = post(app, CHAT, {**ASK, "stream": True}).text
