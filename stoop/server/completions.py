@@ -39,7 +39,7 @@ async def completions(service: Service, request: Request, body: CompletionReques
             f"{service.settings.max_answers}",
             "prompt",
         )
-    prompts = [await service.prompts.encode(prompt) for prompt in body.prompts]
+    prompts = await service.prompts.encode(body.prompts)
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = body.prompt

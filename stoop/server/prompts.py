@@ -51,11 +51,18 @@ class PromptMaker:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, prompt: str | list[int]) -> EncodedPrompt:
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[EncodedPrompt]:
+        """Texts are encoded in a thread if they are long together."""
+        num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        if num_characters < LONG_TEXT:
+            return [self._encode(prompt) for prompt in prompts]
+        return await self.in_thread(lambda: [self._encode(prompt) for prompt in prompts])
+
+    def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, list):
             return self._checked(EncodedPrompt(None, prompt))
         self._check_length(prompt)
-        return self._checked(EncodedPrompt(prompt, await self.token_ids(prompt)))
+        return self._checked(EncodedPrompt(prompt, self.tokenizer.encode(prompt)))
 
     async def token_ids(self, text: str, special_tokens: bool = True) -> list[int]:
         """Those of a text of any length."""

@@ -1,6 +1,7 @@
 """`/v1/completions` and `/v1/responses`."""
 
 import json
+import threading
 
 import pytest
 
@@ -42,6 +43,24 @@ def test_prompts(prompt, ids, n):
     assert [texts[index] for index in range(len(wanted))] == wanted
     assert set(ends.values()) == {"stop"}
     assert service.num_open == 0
+
+
+@pytest.mark.parametrize("length", [1, 2000])
+def test_prompts_that_are_long_together_are_encoded_in_a_thread(monkeypatch, length):
+    prompts = [letter * length for letter in "abc"]
+    llm = FakeLLM(["x"], max_model_len=8192)
+    app, _ = make_server(llm)
+    encode, on_the_loop = llm.tokenizer.encode, []
+
+    def noting(text, *more, **options):
+        if text in prompts:
+            on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return encode(text, *more, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", noting)
+    assert post(app, TEXT, {"prompt": prompts}).status_code == 200
+    assert [prompt["prompt"] for prompt, *_ in llm.seen] == prompts
+    assert on_the_loop == [length == 1] * 3
 
 
 def test_echo_and_logprobs():
