@@ -12,7 +12,7 @@ from starlette.requests import Request
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.server.conversation import Conversation, Plan, format_structure, make_plan
 from stoop.server.errors import ApiError
-from stoop.server.generation import Generation, WholeAnswer, check_end
+from stoop.server.generation import Generation, WholeAnswer
 from stoop.server.logprobs import TokenTexts, chat_logprobs, prompt_scores
 from stoop.server.pieces import CallArguments, CallStart, Content, Parts, Piece, Reader, Reasoning
 from stoop.server.prompts import plain_messages
@@ -257,6 +257,5 @@ class ChatWriter:
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
     def _finish(self, out: list[str], choice: _Choice, answer: AnswerDelta) -> None:
-        check_end(answer)
         reason = finish_name(answer.finish_reason, choice.num_calls, self.shape.plan.named)
         out.append(self._event(choice, {}, finish_reason=reason, stop_reason=answer.stop_reason))

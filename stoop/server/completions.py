@@ -12,7 +12,7 @@ from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.sampling_params import SamplingParams
 from stoop.server.conversation import format_structure, one_structure, with_structure
 from stoop.server.errors import ApiError, refuse
-from stoop.server.generation import Generation, WholeAnswer, check_end
+from stoop.server.generation import Generation, WholeAnswer
 from stoop.server.logprobs import CompletionLogprobs, TokenTexts, prompt_scores
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.protocol.completions import CompletionRequest
@@ -184,7 +184,6 @@ class CompletionWriter:
                     self._text_tail,
                 )
             if answer.finish_reason is not None:
-                check_end(answer)
                 more = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
                 out.append(self._event(index, "", **more))
         return "".join(out).encode()

@@ -14,7 +14,7 @@ from stoop.core.deltas import RequestDelta
 from stoop.server.chat import call_id
 from stoop.server.conversation import Conversation, Plan, make_plan, schema_structure
 from stoop.server.errors import ApiError, refuse
-from stoop.server.generation import Generation, check_end
+from stoop.server.generation import Generation
 from stoop.server.logprobs import chat_logprobs
 from stoop.server.pieces import CallStart, Content, Piece, PlainReader, Reasoning
 from stoop.server.prompts import plain_messages
@@ -317,8 +317,6 @@ class ResponseWriter:
             answer.event("response.created", response=answer.response())
             answer.event("response.in_progress", response=answer.response())
         for new in delta.answers:
-            if new.finish_reason is not None:
-                check_end(new)
             answer.take(new.text, new.token_ids, new.logprobs, new.finish_reason)
         return self._flush()
 

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from stoop.config.errors import ConfigError
+from stoop.server.hooks import NoTracer
 from stoop.server.settings import ServerSettings, environment_keys
 from support.fake_llm import FakeLLM
 from support.http import USER, Connection, LogLines, call, events, make_server, post, refusal
@@ -269,6 +270,24 @@ def test_an_answer_that_fails(stream):
         assert events(found.text)[-2]["error"]["message"] == "the logits were not finite"
     else:
         refusal(found, 500, "the logits were not finite")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_trace_tells_a_failed_answer_from_a_disconnect(path, stream):
+    class Tracer(NoTracer):
+        def start(self, *given):
+            return self
+
+        def fail(self, code, message):
+            failures.append(code)
+
+    failures = []
+    app, service = make_server(FakeLLM(ends="error"))
+    service.tracer = Tracer()
+    body = {CHAT: ASK, TEXT: {"prompt": "a"}}.get(path, {"input": "a"})
+    post(app, path, {**body, "stream": stream})
+    assert failures == [500]
 
 
 @pytest.mark.parametrize("stream", [True, False])
