@@ -11,7 +11,7 @@ from typing import Any
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.structured import StructuredOutputs
 from stoop.server.errors import refuse
-from stoop.server.pieces import PlainReader, Reader
+from stoop.server.pieces import OneCall, PlainReader, Reader
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.protocol.base import ResponseFormat, SamplingFields
 from stoop.server.reasoning import (
@@ -233,6 +233,8 @@ def _reader(service: Service, talk: Conversation) -> Callable[[], Reader] | None
     form = service.tool_format
     if talk.tool_choice == "required":
         return lambda: form.forced_reader(talk.names)
+    if not talk.parallel:  # no grammar keeps the model from more
+        return lambda: OneCall(form.reader(talk.names))
     return lambda: form.reader(talk.names)
 
 

@@ -170,6 +170,19 @@ def test_tool_calls(size):
     assert "get_weather" in llm.seen[0][0]["prompt"]
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_one_call_at_most(parallel):
+    llm = FakeLLM([*f"{CALL}{CALL.replace('Paris', 'Rome')}"], chat_template=TEMPLATE)
+    app, _ = make_server(llm)
+    body = {"tools": TOOLS, "parallel_tool_calls": parallel}
+    (choice,) = whole(app, **body)["choices"]
+    calls = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
+    assert calls == ['{"city": "Paris"}', '{"city": "Rome"}'][: 2 if parallel else 1]
+    assert choice["finish_reason"] == "tool_calls"
+    _, streamed, end = joined(stream(app, **body))
+    assert [call[1] for call in streamed] == calls and end == "tool_calls"
+
+
 def test_without_a_choice_of_tools_there_are_no_calls():
     llm = FakeLLM([CALL], chat_template=TEMPLATE)
     app, _ = make_server(llm)
