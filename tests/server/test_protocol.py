@@ -34,6 +34,7 @@ def test_unknown_fields_are_refused_by_name(app, path):
         (CHAT, "store", True),
         (CHAT, "service_tier", "flex"),
         (CHAT, "chat_template", "{{ messages }}"),
+        (CHAT, "include_reasoning", False),
         (TEXT, "suffix", "end"),
         (TEXT, "best_of", 2),
         (TEXT, "use_beam_search", True),

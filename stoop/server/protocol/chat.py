@@ -72,7 +72,8 @@ class ChatRequest(GenerationFields):
         "documents": refused("put documents into a message, or into chat_template_kwargs"),
         "mm_processor_kwargs": refused("stoop reads text only: leave it out"),
         "moderation": refused("stoop moderates nothing: leave it out"),
-        **ignored("include_reasoning", "chat_template_content_format"),
+        "include_reasoning": refused("skip `reasoning_content` in the answer", True),
+        **ignored("chat_template_content_format"),
         "add_special_tokens": refused("the template writes special tokens", False),
     }
     messages: Annotated[list[Message], Field(min_length=1)]
