@@ -31,6 +31,7 @@ from stoop.server.transport import (
 
 async def chat_completions(service: Service, request: Request, body: ChatRequest) -> Response:
     model = service.check_model(body.model)
+    service.check_room(body.n or 1)
     plan = await make_plan(
         service,
         _conversation(body),

@@ -32,6 +32,7 @@ from stoop.server.transport import (
 
 async def responses(service: Service, request: Request, body: ResponsesRequest) -> Response:
     model = service.check_model(body.model)
+    service.check_room(1)
     plan = await make_plan(
         service,
         _conversation(body),

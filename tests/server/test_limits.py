@@ -146,6 +146,22 @@ def test_a_refusal_says_when_to_come_back():
     assert found.headers["retry-after"] == "1"
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize("state", ["full", "restarting"])
+def test_a_refused_request_costs_no_prompt(monkeypatch, path, state):
+    """Otherwise a burst of them would keep the template's threads from those that run."""
+    llm = FakeLLM(max_num_seqs=2)
+    app, service = make_server(llm, max_queue=2)
+    if state == "full":
+        service.num_open = 4
+    else:
+        llm.state = state
+    for name in ("render", "encode"):
+        monkeypatch.setattr(service.prompts, name, lambda *given, **more: pytest.fail("work"))
+    body = {CHAT: ASK, TEXT: {"prompt": "a"}}.get(path, {"input": "a"})
+    refusal(post(app, path, body), 429 if state == "full" else 503)
+
+
 # ---- disconnects and timeouts ----
 
 
