@@ -47,16 +47,19 @@ class PromptMaker:
         self.max_model_len = max_model_len
         self.chat_template = chat_template
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stoop-prompts")
+        # A text of the largest body takes seconds, and prompts must not wait for it.
+        self._any_length = ThreadPoolExecutor(1, thread_name_prefix="stoop-texts")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._any_length):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[EncodedPrompt]:
         """Texts are encoded in a thread if they are long together."""
         num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         if num_characters < LONG_TEXT:
             return [self._encode(prompt) for prompt in prompts]
-        return await self.in_thread(lambda: [self._encode(prompt) for prompt in prompts])
+        return await self._soon(lambda: [self._encode(prompt) for prompt in prompts])
 
     def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, list):
@@ -71,6 +74,12 @@ class PromptMaker:
         return await self.in_thread(self.tokenizer.encode, text, special_tokens)
 
     async def in_thread(self, work: Callable[..., Item], *arguments: Any) -> Item:
+        """Work on a text of any length, for which no prompt waits."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._any_length, work, *arguments)
+
+    async def _soon(self, work: Callable[..., Item], *arguments: Any) -> Item:
+        """Work that a request waits for before it is admitted, and that is limited."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
 
@@ -80,7 +89,7 @@ class PromptMaker:
         The engine then finds it parsed.
         """
         if params.structured_outputs is not None:
-            await self.in_thread(parse, params.structured_outputs)
+            await self._soon(parse, params.structured_outputs)
 
     async def render(
         self,

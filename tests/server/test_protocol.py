@@ -1,11 +1,13 @@
 """What requests may say, and how the rest is refused."""
 
+import asyncio
 import json
+import threading
 
 import pytest
 
 from support.fake_llm import FakeLLM
-from support.http import USER, call, make_server, post, refusal
+from support.http import USER, Connection, call, make_server, post, refusal
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD = {CHAT: {"messages": USER}, TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}
@@ -226,6 +228,34 @@ def test_tokenize_and_detokenize(app):
     assert text == "<s>user: hi</s><s>assistant: "
     refusal(post(app, "/tokenize", {}), 400)
     refusal(post(app, "/detokenize", {"tokens": [100_000]}), 400)
+
+
+def test_prompts_do_not_wait_for_long_texts(monkeypatch):
+    llm = FakeLLM()
+    app, _ = make_server(llm)
+    encode, done = llm.tokenizer.encode, threading.Event()
+
+    def slow(text, *more, **options):
+        if len(text) > 4096:
+            assert done.wait(20)
+        return encode(text, *more, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", slow)
+
+    async def run():
+        long = [Connection(app, "/tokenize", {"prompt": "x" * 5000}) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            short = Connection(app, CHAT, GOOD[CHAT])
+            await short.task
+            assert short.status == 200
+        assert not any(each.task.done() for each in long)
+        done.set()
+        for each in long:
+            await each.task
+            assert each.status == 200
+
+    asyncio.run(run())
 
 
 def test_the_schema_is_served(app):
