@@ -103,6 +103,19 @@ def test_a_body_that_never_arrives(monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", ["/", "/health", CHAT])
+def test_no_body_is_read_without_a_key(path):
+    async def run():
+        app, _ = make_server(api_keys=("one",))
+        connection = Connection(app, path, {})
+        connection._to_app.get_nowait()  # nothing arrives
+        async with asyncio.timeout(5):
+            await connection.task
+        assert connection.status == (401 if path == CHAT else 405)
+
+    asyncio.run(run())
+
+
 def test_too_many_answers():
     app, _ = make_server(max_answers=6)
     assert post(app, TEXT, {"prompt": ["a"] * 3, "n": 2}).status_code == 200
