@@ -45,18 +45,28 @@ class GroupCursor:
         self._answers = [_AnswerCursor(answer) for answer in group.answers]
         self._told_prompt = group.prompt_logprobs is None
 
+    @property
+    def _has_prompt(self) -> bool:
+        """Whether the prompt's log-probabilities are complete."""
+        scores = self.group.prompt_logprobs
+        return scores is not None and len(scores) >= len(self.group.prompt_token_ids)
+
     def take_new(self) -> RequestDelta | None:
-        """All that is new since the last call; None if nothing is, or the last item is out."""
+        """All that is new since the last call; None if nothing is, or the last item is out.
+
+        The prompt's log-probabilities come in the first item, so the other answers wait for the
+        one that computes them.
+        """
         group = self.group
+        if not self._told_prompt and not self._has_prompt and not group.answers[0].finished:
+            return None
         answers = [new for each in self._answers if (new := each.take_new()) is not None]
         if not answers:
             return None
         prompt_logprobs = None
-        if not self._told_prompt:
-            assert group.prompt_logprobs is not None
-            self._told_prompt = len(group.prompt_logprobs) >= len(group.prompt_token_ids)
-            if self._told_prompt:
-                prompt_logprobs = group.prompt_logprobs
+        if not self._told_prompt and self._has_prompt:
+            self._told_prompt = True
+            prompt_logprobs = group.prompt_logprobs
         return RequestDelta(
             group.request_id,
             answers,

@@ -31,6 +31,7 @@ from stoop.server.transport import (
 
 async def chat_completions(service: Service, request: Request, body: ChatRequest) -> Response:
     model = service.check_model(body.model)
+    service.check_room(body.n or 1)
     plan = await make_plan(
         service,
         _conversation(body),
@@ -258,6 +259,5 @@ class ChatWriter:
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
     def _finish(self, out: list[str], choice: _Choice, answer: AnswerDelta) -> None:
-        self.generation.check_end(answer)
         reason = finish_name(answer.finish_reason, choice.num_calls, self.shape.plan.named)
         out.append(self._event(choice, {}, finish_reason=reason, stop_reason=answer.stop_reason))

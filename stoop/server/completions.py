@@ -11,7 +11,7 @@ from starlette.requests import Request
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.sampling_params import SamplingParams
 from stoop.server.conversation import format_structure, one_structure, with_structure
-from stoop.server.errors import ApiError, refuse
+from stoop.server.errors import ApiError
 from stoop.server.generation import Generation, WholeAnswer
 from stoop.server.logprobs import CompletionLogprobs, TokenTexts, prompt_scores
 from stoop.server.prompts import EncodedPrompt
@@ -32,22 +32,18 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 async def completions(service: Service, request: Request, body: CompletionRequest) -> Response:
     model = service.check_model(body.model)
-    num_answers = len(body.prompts) * (body.n or 1)
-    if num_answers > service.settings.max_answers:  # before the work of encoding them
-        raise refuse(
-            f"the request asks for {num_answers} answers, prompts times n: ask for at most "
-            f"{service.settings.max_answers}",
-            "prompt",
-        )
-    prompts = [await service.prompts.encode(prompt) for prompt in body.prompts]
+    service.check_room(len(body.prompts) * (body.n or 1))
+    prompts = await service.prompts.encode(body.prompts)
     record = request.scope[RECORD]
     if service.settings.log_prompts:
         record["prompt"] = body.prompt
+    params = _params(service, body)
+    await service.prompts.check_grammar(params)
     generation = make_generation(
         service,
         request,
         prompts,
-        _params(service, body),
+        params,
         priority=body.priority,
         operation="text_completion",
     )
@@ -182,7 +178,6 @@ class CompletionWriter:
                     self._text_tail,
                 )
             if answer.finish_reason is not None:
-                self.generation.check_end(answer)
                 more = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
                 out.append(self._event(index, "", **more))
         return "".join(out).encode()

@@ -11,7 +11,7 @@ from typing import Any
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.structured import StructuredOutputs
 from stoop.server.errors import refuse
-from stoop.server.pieces import PlainReader, Reader
+from stoop.server.pieces import OneCall, PlainReader, Reader
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.protocol.base import ResponseFormat, SamplingFields
 from stoop.server.reasoning import (
@@ -77,6 +77,7 @@ async def make_plan(
         structure = after_reasoning(structure, opens_reasoning(prompt.text))
     params = fields.sampling(service.llm.default_params, **sampling)
     params = with_structure(params, structure)
+    await service.prompts.check_grammar(params)
     if tools and _hides_markers(service):
         params = params.replace(skip_special_tokens=False)
     make = _reader(service, talk)
@@ -222,7 +223,7 @@ def _calls_or(service: Service, talk: Conversation, own: dict[str, Any]) -> dict
             "leave out one of them",
             "tools",
         )
-    answer = {"type": "json_schema", "json_schema": schema}
+    answer = {"type": "json_schema", "json_schema": _loaded("json", schema)}
     either = {"type": "or", "elements": [calls["format"], answer]}
     return {"structural_tag": {"type": "structural_tag", "format": either}}
 
@@ -235,6 +236,8 @@ def _reader(service: Service, talk: Conversation) -> Callable[[], Reader] | None
     form = service.tool_format
     if talk.tool_choice == "required":
         return lambda: form.forced_reader(talk.names)
+    if not talk.parallel:  # no grammar keeps the model from more
+        return lambda: OneCall(form.reader(talk.names))
     return lambda: form.reader(talk.names)
 
 

@@ -94,7 +94,7 @@ class Gate:
             self._check_key(headers)
             if self.service.draining:
                 raise unavailable("draining")
-        if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
+        if not public and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
             receive = await self._read_body(headers, receive)
         await self.app(scope, receive, send)
 

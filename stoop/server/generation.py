@@ -105,7 +105,10 @@ class Generation:
         )
 
     async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
-        """What is new, of all prompts in the order in which it comes."""
+        """What is new, of all prompts in the order in which it comes.
+
+        Raises `ApiError` if an answer does not end as one should.
+        """
         with self._running():
             streams: list[DeltaStream] = []
             try:
@@ -176,9 +179,8 @@ class Generation:
                 answer.logprobs = (answer.logprobs or []) + new.logprobs
             if new.finish_reason is not None:
                 answer.finish_reason, answer.stop_reason = new.finish_reason, new.stop_reason
-                self.check_end(new)
 
-    def check_end(self, answer: AnswerDelta) -> None:
+    def _check_end(self, answer: AnswerDelta) -> None:
         """Raise what a client is told if an answer did not end as one should."""
         if answer.finish_reason == "error":
             reason = answer.stop_reason or "the answer could not be completed"
@@ -219,6 +221,7 @@ class Generation:
             self.num_output += len(answer.token_ids)
             if answer.finish_reason is not None:
                 self.finish_reason = answer.finish_reason
+                self._check_end(answer)
         if delta.finished:
             self.num_cached += delta.num_cached_tokens or 0
         if delta.prompt_logprobs is not None:

@@ -56,6 +56,27 @@ class PlainReader:
         return []
 
 
+class OneCall:
+    """Leaves out every call but the first, as `parallel_tool_calls`: false asks for."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def feed(self, text: str) -> list[Piece]:
+        return _without_later_calls(self._reader.feed(text))
+
+    def finish(self) -> list[Piece]:
+        return _without_later_calls(self._reader.finish())
+
+
+def _without_later_calls(pieces: list[Piece]) -> list[Piece]:
+    return [
+        piece
+        for piece in pieces
+        if not isinstance(piece, CallStart | CallArguments) or not piece.index
+    ]
+
+
 def held_back(text: str, marker: str) -> int:
     """How many characters at the end of `text` may be the beginning of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):

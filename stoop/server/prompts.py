@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from stoop.config.values import shown
+from stoop.core.sampling_params import SamplingParams
+from stoop.grammar.parsing import parse
 from stoop.server.errors import ApiError, refuse
 from stoop.server.protocol.chat import Message
 from stoop.text.tokenizer import LONG_TEXT, Tokenizer
@@ -45,15 +47,25 @@ class PromptMaker:
         self.max_model_len = max_model_len
         self.chat_template = chat_template
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stoop-prompts")
+        # A text of the largest body takes seconds, and prompts must not wait for it.
+        self._any_length = ThreadPoolExecutor(1, thread_name_prefix="stoop-texts")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._any_length):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, prompt: str | list[int]) -> EncodedPrompt:
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[EncodedPrompt]:
+        """Texts are encoded in a thread if they are long together."""
+        num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        if num_characters < LONG_TEXT:
+            return [self._encode(prompt) for prompt in prompts]
+        return await self._soon(lambda: [self._encode(prompt) for prompt in prompts])
+
+    def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, list):
             return self._checked(EncodedPrompt(None, prompt))
         self._check_length(prompt)
-        return self._checked(EncodedPrompt(prompt, await self.token_ids(prompt)))
+        return self._checked(EncodedPrompt(prompt, self.tokenizer.encode(prompt)))
 
     async def token_ids(self, text: str, special_tokens: bool = True) -> list[int]:
         """Those of a text of any length."""
@@ -62,8 +74,22 @@ class PromptMaker:
         return await self.in_thread(self.tokenizer.encode, text, special_tokens)
 
     async def in_thread(self, work: Callable[..., Item], *arguments: Any) -> Item:
+        """Work on a text of any length, for which no prompt waits."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._any_length, work, *arguments)
+
+    async def _soon(self, work: Callable[..., Item], *arguments: Any) -> Item:
+        """Work that a request waits for before it is admitted, and that is limited."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Parse a request's grammar outside the event loop, which a large one holds up for long.
+
+        The engine then finds it parsed.
+        """
+        if params.structured_outputs is not None:
+            await self._soon(parse, params.structured_outputs)
 
     async def render(
         self,
@@ -115,22 +141,28 @@ class PromptMaker:
 async def _limited(threads: ThreadPoolExecutor, work: Any, seconds: float) -> Any:
     """Run `work` in a thread; a template that loops for too long is ended there.
 
+    The time counts from when a thread takes it up: waiting for one is not the template's fault.
     A template is a program that came with the checkpoint. The exception is raised between two
     bytecodes of the thread, and only while it is inside `work`.
     """
+    loop = asyncio.get_running_loop()
+    begun = asyncio.Event()
     lock = threading.Lock()
     running: list[int] = []
 
     def guarded() -> Any:
         with lock:
             running.append(threading.get_ident())
+        loop.call_soon_threadsafe(begun.set)
         try:
             return work()
         finally:
             with lock:
                 running.clear()
 
-    future = asyncio.get_running_loop().run_in_executor(threads, guarded)
+    future = loop.run_in_executor(threads, guarded)
+    future.add_done_callback(lambda _: begun.set())  # also if it was cancelled in the queue
+    await begun.wait()
     try:
         return await asyncio.wait_for(asyncio.shield(future), seconds)
     except TimeoutError:

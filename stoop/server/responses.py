@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from copy import deepcopy
 from typing import Any
 
 from fastapi.responses import Response
@@ -31,6 +32,7 @@ from stoop.server.transport import (
 
 async def responses(service: Service, request: Request, body: ResponsesRequest) -> Response:
     model = service.check_model(body.model)
+    service.check_room(1)
     plan = await make_plan(
         service,
         _conversation(body),
@@ -251,7 +253,7 @@ class AnswerBuilder:
         else:
             item["summary"] = []
         self._begin(item)
-        self._tell("response.content_part.added", content_index=0, part=dict(part))
+        self._tell("response.content_part.added", content_index=0, part=deepcopy(part))
         item["content"] = [part]
 
     def _begin(self, item: dict[str, Any]) -> None:
@@ -317,8 +319,6 @@ class ResponseWriter:
             answer.event("response.created", response=answer.response())
             answer.event("response.in_progress", response=answer.response())
         for new in delta.answers:
-            if new.finish_reason is not None:
-                self.generation.check_end(new)
             answer.take(new.text, new.token_ids, new.logprobs, new.finish_reason)
         return self._flush()
 

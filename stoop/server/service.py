@@ -74,9 +74,8 @@ class Service:
         if self.llm.state != "ready":
             raise unavailable(self.llm.state)
 
-    @contextmanager
-    def admitted(self, num_answers: int) -> Iterator[None]:
-        """Count answers as open; refuses them if the queue is full."""
+    def check_room(self, num_answers: int) -> None:
+        """Refuse answers that cannot be taken now; first before the prompt is made."""
         self.check_ready()
         if num_answers > min(self.settings.max_answers, self.capacity):
             most = min(self.settings.max_answers, self.capacity)
@@ -93,6 +92,11 @@ class Service:
                 code="queue_full",
                 retry_after=RETRY_AFTER,
             )
+
+    @contextmanager
+    def admitted(self, num_answers: int) -> Iterator[None]:
+        """Count answers as open; refuses them if the queue is full."""
+        self.check_room(num_answers)
         self.num_open += num_answers
         try:
             yield

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 MISSING = (
-    "--otlp-traces-endpoint needs OpenTelemetry: install it with "
+    "--otlp-traces-endpoint needs OpenTelemetry: install it with pip install 'stoop[otel]', or "
     "pip install opentelemetry-sdk opentelemetry-exporter-otlp"
 )
 CHAT, COMPLETION = "chat", "text_completion"  # operations

@@ -33,6 +33,7 @@ HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+ERROR_SECONDS = 5.0  # for a client to take the error that ends its stream
 
 
 def internal_error(error: BaseException) -> ApiError:
@@ -171,6 +172,12 @@ class EventStream(Response):
         await self._send_start({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def _fail(self, error: ApiError) -> None:
+        """End with an error; a client that reads nothing does not get it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ERROR_SECONDS):
+                await self._write_error(error)
+
+    async def _write_error(self, error: ApiError) -> None:
         if self._started:
             self.generation.record["error"] = error.status_code
             await self._write(self.writer.error(error), more=False)

@@ -1,11 +1,14 @@
 """`/v1/chat/completions`: shapes of whole and streamed answers, tools, reasoning, formats."""
 
 import json
+import threading
+import time
 
 import pytest
 
-from stoop.config.errors import ConfigError
+from stoop.config.errors import ConfigError, RequestError
 from stoop.core.structured import StructuredOutputs
+from stoop.grammar.parsing import parse
 from stoop.server import conversation
 from stoop.server.settings import ServerSettings
 from support.fake_llm import FakeLLM
@@ -167,6 +170,19 @@ def test_tool_calls(size):
     assert "get_weather" in llm.seen[0][0]["prompt"]
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_one_call_at_most(parallel):
+    llm = FakeLLM([*f"{CALL}{CALL.replace('Paris', 'Rome')}"], chat_template=TEMPLATE)
+    app, _ = make_server(llm)
+    body = {"tools": TOOLS, "parallel_tool_calls": parallel}
+    (choice,) = whole(app, **body)["choices"]
+    calls = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
+    assert calls == ['{"city": "Paris"}', '{"city": "Rome"}'][: 2 if parallel else 1]
+    assert choice["finish_reason"] == "tool_calls"
+    _, streamed, end = joined(stream(app, **body))
+    assert [call[1] for call in streamed] == calls and end == "tool_calls"
+
+
 def test_without_a_choice_of_tools_there_are_no_calls():
     llm = FakeLLM([CALL], chat_template=TEMPLATE)
     app, _ = make_server(llm)
@@ -241,6 +257,23 @@ def test_structured_outputs(structures):
     refusal(post(app, CHAT, {"messages": USER, **both}), 400, "exclude each other")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+def test_grammars_are_parsed_outside_the_event_loop(monkeypatch, path):
+    """The first one imports xgrammar, too: streams would stand still meanwhile."""
+    threads = []
+
+    def parse(asked):
+        threads.append(threading.current_thread())
+        raise RequestError(f"no {asked.kind}")
+
+    monkeypatch.setattr("stoop.server.prompts.parse", parse)
+    app, _ = make_server()
+    body = {"messages": USER} if path == CHAT else {"prompt": "a"}
+    body = {"input": "a"} if path == "/v1/responses" else body
+    refusal(post(app, path, {**body, "structured_outputs": {"regex": "a"}}), 400, "no regex")
+    assert threads and threading.main_thread() not in threads
+
+
 def test_a_format_with_tools_allows_both(structures):
     app, _ = make_server(FakeLLM(["{}"], chat_template=TEMPLATE))
     whole(app, tools=TOOLS, response_format={"type": "json_object"})
@@ -249,6 +282,21 @@ def test_a_format_with_tools_allows_both(structures):
     refused = {"messages": USER, "tools": TOOLS, "tool_choice": "required"}
     refused["response_format"] = {"type": "json_object"}
     refusal(post(app, CHAT, refused), 400, "exclude each other")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"json": '{"type": "integer"}'}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    ],
+)
+def test_a_schema_as_text_with_tools(structures, asked):
+    """Structural tags take schemas as objects only."""
+    pytest.importorskip("xgrammar")
+    app, _ = make_server(FakeLLM(["12"], chat_template=TEMPLATE))
+    whole(app, tools=TOOLS, **asked)
+    parse(structures[0])
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -354,3 +402,11 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch):
         refusal(post(app, CHAT, {"messages": USER}), 400, "took more than 0.3 s")
     threads = service.prompts._threads
     assert threads.submit(lambda: 7).result(timeout=10) == 7
+
+
+def test_waiting_for_a_thread_is_not_the_templates_time(monkeypatch):
+    monkeypatch.setattr("stoop.server.prompts.RENDER_SECONDS", 0.3)
+    app, service = make_server()
+    for _ in range(2):  # as many as there are threads
+        service.prompts._threads.submit(time.sleep, 0.8)
+    assert post(app, CHAT, {"messages": USER}).status_code == 200

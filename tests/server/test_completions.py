@@ -1,6 +1,7 @@
 """`/v1/completions` and `/v1/responses`."""
 
 import json
+import threading
 
 import pytest
 
@@ -42,6 +43,24 @@ def test_prompts(prompt, ids, n):
     assert [texts[index] for index in range(len(wanted))] == wanted
     assert set(ends.values()) == {"stop"}
     assert service.num_open == 0
+
+
+@pytest.mark.parametrize("length", [1, 2000])
+def test_prompts_that_are_long_together_are_encoded_in_a_thread(monkeypatch, length):
+    prompts = [letter * length for letter in "abc"]
+    llm = FakeLLM(["x"], max_model_len=8192)
+    app, _ = make_server(llm)
+    encode, on_the_loop = llm.tokenizer.encode, []
+
+    def noting(text, *more, **options):
+        if text in prompts:
+            on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return encode(text, *more, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", noting)
+    assert post(app, TEXT, {"prompt": prompts}).status_code == 200
+    assert [prompt["prompt"] for prompt, *_ in llm.seen] == prompts
+    assert on_the_loop == [length == 1] * 3
 
 
 def test_echo_and_logprobs():
@@ -139,6 +158,23 @@ def test_the_events_of_a_response():
     assert found[-1]["response"]["usage"]["output_tokens"] == 5
     names = [line.removeprefix("event: ") for line in text.splitlines() if line[:6] == "event:"]
     assert names == [event["type"] for event in found]
+
+
+def test_logprobs_of_a_response():
+    app, _ = make_server(FakeLLM(["Hel", "lo"]))
+    body = {"input": "hi", "stream": True, "include": ["message.output_text.logprobs"]}
+    found = events(post(app, RESPONSES, body).text)
+    counts = {}
+    for event in found:
+        given = event.get("part", event).get("logprobs")
+        if given is not None:
+            counts.setdefault(event["type"], []).append(len(given))
+    assert counts == {
+        "response.content_part.added": [0],
+        "response.output_text.delta": [3, 2],
+        "response.output_text.done": [5],
+        "response.content_part.done": [5],
+    }
 
 
 def test_a_response_that_is_cut_short():

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from stoop.config.errors import ConfigError
+from stoop.server.hooks import NoTracer
 from stoop.server.settings import ServerSettings, environment_keys
 from support.fake_llm import FakeLLM
 from support.http import USER, Connection, LogLines, call, events, make_server, post, refusal
@@ -102,6 +103,19 @@ def test_a_body_that_never_arrives(monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", ["/", "/health", CHAT])
+def test_no_body_is_read_without_a_key(path):
+    async def run():
+        app, _ = make_server(api_keys=("one",))
+        connection = Connection(app, path, {})
+        connection._to_app.get_nowait()  # nothing arrives
+        async with asyncio.timeout(5):
+            await connection.task
+        assert connection.status == (401 if path == CHAT else 405)
+
+    asyncio.run(run())
+
+
 def test_too_many_answers():
     app, _ = make_server(max_answers=6)
     assert post(app, TEXT, {"prompt": ["a"] * 3, "n": 2}).status_code == 200
@@ -143,6 +157,22 @@ def test_a_refusal_says_when_to_come_back():
     found = post(app, CHAT, ASK)
     refusal(found, 429)
     assert found.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize("state", ["full", "restarting"])
+def test_a_refused_request_costs_no_prompt(monkeypatch, path, state):
+    """Otherwise a burst of them would keep the template's threads from those that run."""
+    llm = FakeLLM(max_num_seqs=2)
+    app, service = make_server(llm, max_queue=2)
+    if state == "full":
+        service.num_open = 4
+    else:
+        llm.state = state
+    for name in ("render", "encode"):
+        monkeypatch.setattr(service.prompts, name, lambda *given, **more: pytest.fail("work"))
+    body = {CHAT: ASK, TEXT: {"prompt": "a"}}.get(path, {"input": "a"})
+    refusal(post(app, path, body), 429 if state == "full" else 503)
 
 
 # ---- disconnects and timeouts ----
@@ -194,6 +224,22 @@ def test_a_request_that_takes_too_long(stream):
     else:
         assert refusal(found, 504)["code"] == "request_timeout"
     assert not llm.open and len(llm.aborted) == 1
+
+
+def test_a_client_that_stops_reading_cannot_keep_its_request(monkeypatch):
+    monkeypatch.setattr("stoop.server.transport.ERROR_SECONDS", 0.1)
+    llm = FakeLLM(LONG, pause=0.01)
+    app, service = make_server(llm, request_timeout=0.2)
+
+    async def run():
+        connection = Connection(app, CHAT, {**ASK, "stream": True})
+        await connection.wait_for(b"content")
+        connection.full = True
+        async with asyncio.timeout(5):
+            await connection.task
+        assert not llm.open and not service.num_open and service.idle.is_set()
+
+    asyncio.run(run())
 
 
 def test_a_quiet_stream_is_kept_alive():
@@ -253,6 +299,24 @@ def test_an_answer_that_fails(stream):
         assert events(found.text)[-2]["error"]["message"] == "the logits were not finite"
     else:
         refusal(found, 500, "the logits were not finite")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_trace_tells_a_failed_answer_from_a_disconnect(path, stream):
+    class Tracer(NoTracer):
+        def start(self, *given):
+            return self
+
+        def fail(self, code, message):
+            failures.append(code)
+
+    failures = []
+    app, service = make_server(FakeLLM(ends="error"))
+    service.tracer = Tracer()
+    body = {CHAT: ASK, TEXT: {"prompt": "a"}}.get(path, {"input": "a"})
+    post(app, path, {**body, "stream": stream})
+    assert failures == [500]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,14 +1,18 @@
 """What requests may say, and how the rest is refused."""
 
+import asyncio
 import json
+import threading
 
 import pytest
 
 from support.fake_llm import FakeLLM
-from support.http import USER, call, make_server, post, refusal
+from support.http import USER, Connection, call, make_server, post, refusal
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD = {CHAT: {"messages": USER}, TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}
+TOOL = CHOICE = {"type": "function", "function": {"name": "f"}}
+FLAT = {"type": "function", "name": "f"}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,7 @@ def test_unknown_fields_are_refused_by_name(app, path):
         (CHAT, "store", True),
         (CHAT, "service_tier", "flex"),
         (CHAT, "chat_template", "{{ messages }}"),
+        (CHAT, "include_reasoning", False),
         (TEXT, "suffix", "end"),
         (TEXT, "best_of", 2),
         (TEXT, "use_beam_search", True),
@@ -42,11 +47,20 @@ def test_unknown_fields_are_refused_by_name(app, path):
         (RESPONSES, "truncation", "auto"),
         (RESPONSES, "tools", [{"type": "web_search"}]),
         (RESPONSES, "include", ["reasoning.encrypted_content"]),
+        (RESPONSES, "prompt_logprobs", 0),
+        (RESPONSES, "return_draft_positions", True),
     ],
 )
 def test_what_stoop_cannot_honour_is_refused_by_name(app, path, name, value):
     error = refusal(post(app, path, {**GOOD[path], name: value}), 400, f"`{name}`")
     assert error["param"] == name and error["code"] == "unsupported_parameter"
+
+
+def test_a_chat_stream_has_no_place_for_scores_of_the_prompt(app):
+    asked = {"messages": USER, "prompt_logprobs": 1}
+    assert post(app, CHAT, asked).json()["prompt_logprobs"][0] is None
+    error = refusal(post(app, CHAT, {**asked, "stream": True}), 400)
+    assert error["param"] == "prompt_logprobs" and error["code"] == "unsupported_parameter"
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
@@ -87,6 +101,8 @@ def test_harmless_fields_are_taken(app, path):
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [TOOL, TOOL], "tool_choice": CHOICE}, "tools"),
+        (RESPONSES, {"tools": [FLAT, FLAT], "tool_choice": FLAT}, "tools"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
         (TEXT, {"prompt": []}, "prompt"),
@@ -212,6 +228,34 @@ def test_tokenize_and_detokenize(app):
     assert text == "<s>user: hi</s><s>assistant: "
     refusal(post(app, "/tokenize", {}), 400)
     refusal(post(app, "/detokenize", {"tokens": [100_000]}), 400)
+
+
+def test_prompts_do_not_wait_for_long_texts(monkeypatch):
+    llm = FakeLLM()
+    app, _ = make_server(llm)
+    encode, done = llm.tokenizer.encode, threading.Event()
+
+    def slow(text, *more, **options):
+        if len(text) > 4096:
+            assert done.wait(20)
+        return encode(text, *more, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", slow)
+
+    async def run():
+        long = [Connection(app, "/tokenize", {"prompt": "x" * 5000}) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            short = Connection(app, CHAT, GOOD[CHAT])
+            await short.task
+            assert short.status == 200
+        assert not any(each.task.done() for each in long)
+        done.set()
+        for each in long:
+            await each.task
+            assert each.status == 200
+
+    asyncio.run(run())
 
 
 def test_the_schema_is_served(app):

@@ -1,6 +1,8 @@
 """Traces: parents, attributes, failures, and what is missing without the library."""
 
 import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -126,6 +128,16 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install opentelemetry-sdk opentelemetry-exporter"):
         make_tracer("http://localhost:4317", "a-model")
+
+
+def test_the_extra_has_both_protocols() -> None:
+    """`opentelemetry-exporter-otlp-proto-http` alone lacks the gRPC of port 4317."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    assert [each.partition(">")[0] for each in extras["otel"]] == [
+        "opentelemetry-sdk",
+        "opentelemetry-exporter-otlp",
+    ]
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "grpc://h", "http://", ""])

@@ -84,10 +84,13 @@ class Connection:
         self.status: int | None = None
         self.body = b""
         self.ended = False
+        self.full = False  # the client reads no more: what is sent waits
         self._news = asyncio.Event()
         self.task = asyncio.ensure_future(app(self.scope, self._to_app.get, self._send))
 
     async def _send(self, message: dict[str, Any]) -> None:
+        if self.full:
+            await asyncio.Event().wait()
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:

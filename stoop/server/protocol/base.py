@@ -1,6 +1,6 @@
 """What requests share: known and refused fields, sampling options."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -111,6 +111,15 @@ def check_foreign(table: Mapping[str, Foreign], name: str, value: Any) -> None:
             param=name,
             code="unsupported_parameter",
         )
+
+
+def check_tool_names(names: Sequence[str]) -> None:
+    """A call or a `tool_choice` says which tool is meant by its name alone."""
+    for name in names:
+        if names.count(name) > 1:
+            raise refuse(
+                f"`tools` has {shown(name)} more than once: give each its own name", "tools"
+            )
 
 
 class StreamOptions(Wire):

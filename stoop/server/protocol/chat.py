@@ -11,6 +11,7 @@ from stoop.server.protocol.base import (
     Count,
     GenerationFields,
     Wire,
+    check_tool_names,
     ignored,
     refused,
 )
@@ -71,7 +72,8 @@ class ChatRequest(GenerationFields):
         "documents": refused("put documents into a message, or into chat_template_kwargs"),
         "mm_processor_kwargs": refused("stoop reads text only: leave it out"),
         "moderation": refused("stoop moderates nothing: leave it out"),
-        **ignored("include_reasoning", "chat_template_content_format"),
+        "include_reasoning": refused("skip `reasoning_content` in the answer", True),
+        **ignored("chat_template_content_format"),
         "add_special_tokens": refused("the template writes special tokens", False),
     }
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -97,12 +99,20 @@ class ChatRequest(GenerationFields):
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise refuse("`top_logprobs` needs `logprobs`: true", "top_logprobs")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refuse(
+                "`prompt_logprobs` has no place in a chat stream: leave out `stream`, or use "
+                "/v1/completions",
+                "prompt_logprobs",
+                "unsupported_parameter",
+            )
         if self.continue_final_message and self.add_generation_prompt:
             raise refuse(
                 "`continue_final_message` and `add_generation_prompt` exclude each other: "
                 "set one of them",
                 "continue_final_message",
             )
+        check_tool_names([tool.function.name for tool in self.tools or ()])
         forced = self.tool_choice not in (None, "none", "auto")
         if forced and not self.tools:
             raise refuse("`tool_choice` needs `tools`", "tool_choice")

@@ -11,6 +11,7 @@ from stoop.server.protocol.base import (
     SamplingFields,
     StreamOptions,
     Wire,
+    check_tool_names,
     refused,
 )
 
@@ -116,6 +117,15 @@ class ResponsesRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ResponsesRequest":
+        for name in ("prompt_logprobs", "return_draft_positions"):
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                raise refuse(
+                    f"`{name}` has no place in a response: use /v1/chat/completions",
+                    name,
+                    "unsupported_parameter",
+                )
+        check_tool_names([tool.name for tool in self.tools or ()])
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise refuse("`tool_choice` needs `tools`", "tool_choice")
         if isinstance(self.tool_choice, NamedFunctionTool):
