@@ -83,8 +83,23 @@ def _ebnf(grammar: Any, asked: StructuredOutputs) -> Any:
 
 
 def _structural_tag(grammar: Any, asked: StructuredOutputs) -> Any:
-    tag = read_json("structural_tag", asked.structural_tag)
+    tag = _checked(read_json("structural_tag", asked.structural_tag))
     return grammar.from_structural_tag(json.dumps(tag))
+
+
+def _checked(part: Any) -> Any:
+    """A part of a structural tag; its schemas and patterns are checked like those on their own."""
+    if isinstance(part, list):
+        return [_checked(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    schema, pattern = part.get("json_schema"), part.get("pattern")
+    if part.get("type") == "json_schema" and isinstance(schema, dict):
+        check_schema(schema)
+        return {**part, "json_schema": for_library(schema)}
+    if part.get("type") == "regex" and isinstance(pattern, str):
+        check_regex("structured_outputs.structural_tag", pattern)
+    return {name: _checked(each) for name, each in part.items()}
 
 
 def _mended(grammar: Any, built: Any) -> Any:

@@ -5,6 +5,9 @@ import random
 
 import pytest
 
+from stoop.config.errors import RequestError
+from stoop.core.structured import StructuredOutputs
+from stoop.grammar.parsing import parse
 from stoop.server.conversation import after_reasoning
 from stoop.server.pieces import Content, Parts, PlainReader
 from stoop.server.reasoning import ReasoningReader
@@ -185,6 +188,23 @@ def test_reasoning_before_a_structured_answer(structure, good, bad):
         assert not grammar.accepts(thought + bad)
     assert not grammar.accepts("hm " + good)
     assert after_reasoning(structure, opened=True) == {**structure, "after": "</think>"}
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_what_no_grammar_honours_is_refused_in_tools_too(name):
+    """As in a schema on its own; xgrammar ignores it without an error."""
+    pytest.importorskip("xgrammar")
+
+    def structure(schema):
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+        return FORMATS[name].forced([{"type": "function", "function": function}], True)
+
+    for schema in ({"not": {}}, {"type": "string", "pattern": "(?=x)"}):
+        for forced in (structure(schema), after_reasoning({"json": schema}, opened=False)):
+            with pytest.raises(RequestError, match="no grammar can honour"):
+                parse(StructuredOutputs.of(forced))
+    for forced in (structure({"type": "integer"}), after_reasoning({"regex": "a+"}, opened=False)):
+        parse(StructuredOutputs.of(forced))
 
 
 class Grammar:
