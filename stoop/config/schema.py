@@ -282,6 +282,6 @@ class EngineOptions:
         default=False,
         metadata={
             "help": "also capture whole steps of batches with structured outputs, in graph_mode "
-            "step; without it these batches run as in graph_mode full"
+            "step; without it graphs of mixed batches serve them, if one is large enough"
         },
     )
