@@ -109,8 +109,10 @@ def measure_offline(engine: Engine, work: Work) -> Figures:
             first.append(time.perf_counter() - started)
             break
     started = time.perf_counter()
-    llm.generate([list(prompt) for prompt in work.prompts], work.params, use_tqdm=False)
-    return Figures(work.num_tokens / (time.perf_counter() - started), _settled(first))
+    outputs = llm.generate([list(prompt) for prompt in work.prompts], work.params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    _check_tokens(work, sum(len(output.outputs[0].token_ids) for output in outputs))
+    return Figures(work.num_tokens / seconds, _settled(first))
 
 
 def measure_async(engine: Engine, work: Work) -> Figures:
@@ -127,12 +129,12 @@ async def _measure_async(engine: Engine, work: Work) -> Figures:
             first.append(time.perf_counter() - started)
             break
         await stream.aclose()
-    waiting = iter(work.prompts)
+    waiting, counts = iter(work.prompts), []
 
     async def client() -> None:
         for prompt in waiting:
-            async for _ in llm.stream(list(prompt), work.params):
-                pass
+            async for delta in llm.stream(list(prompt), work.params):
+                counts.append(sum(len(answer.token_ids) for answer in delta.answers))
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -140,6 +142,7 @@ async def _measure_async(engine: Engine, work: Work) -> Figures:
             group.create_task(client())
     seconds = time.perf_counter() - started
     await llm.shutdown()
+    _check_tokens(work, sum(counts))
     return Figures(work.num_tokens / seconds, _settled(first))
 
 
@@ -165,8 +168,7 @@ def measure_server(engine: Engine, work: Work) -> Figures:
     failed = [answer for answer in outcome.answers + alone.answers if not answer.ok]
     if failed:
         raise SideFailed(f"{len(failed)} requests failed, one with {failed[0].error}")
-    counted = sum(answer.num_tokens for answer in outcome.answers)
-    assert counted == work.num_tokens, (counted, work.num_tokens)
+    _check_tokens(work, sum(answer.num_tokens for answer in outcome.answers))
     seconds = max(a.end for a in outcome.answers) - min(a.start for a in outcome.answers)
     busy = {"cpu_share": outcome.cpu_seconds / outcome.seconds}
     return Figures(work.num_tokens / seconds, _settled([a.ttft for a in alone.answers]), busy)
@@ -209,6 +211,14 @@ def running_server(engine: Engine) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+def _check_tokens(work: Work, found: int) -> None:
+    if found != work.num_tokens:
+        raise SideFailed(
+            f"it generated {found} tokens instead of {work.num_tokens}: raise max_model_len, or "
+            "ask for shorter answers"
+        )
 
 
 def _settled(seconds: Sequence[float]) -> list[float]:
