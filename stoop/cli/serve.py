@@ -133,7 +133,9 @@ def _run(run: Any, settings: ServerSettings, model: str, engine: dict[str, Any])
         drafts = service.num_drafts
         speed = f", {drafts} drafts a step" if drafts > 1 else ", 1 draft a step" if drafts else ""
         names = " and ".join(settings.model_names)
-        print(f"serving {names} at {address}/v1{speed}; Ctrl-C stops", file=sys.stderr, flush=True)
+        page = f", chat page at {address}/" if address.startswith("http") else ""
+        line = f"serving {names} at {address}/v1{page}{speed}; Ctrl-C stops"
+        print(line, file=sys.stderr, flush=True)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code: int = runner.run(run.serve(start, settings, bound, announce))

@@ -204,6 +204,7 @@ class EngineCore:
             "num_steps": stats.num_steps,
             "step_seconds_total": self._step_seconds,
             **self.executor.metrics(),
+            "drafting": self._num_drafts > 0 and self.scheduler.drafting,
             "num_prompt_tokens": stats.num_prompt_tokens,
             "num_generated_tokens": stats.num_generated_tokens,
             "num_preemptions": stats.num_preemptions,

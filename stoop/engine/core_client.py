@@ -6,6 +6,7 @@ Everything here runs on one asyncio event loop.
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -232,7 +233,8 @@ class CoreClient:
         if process is not None:
             process.kill()
             status = await asyncio.to_thread(process.wait)
-            log.info("the engine's process %d left with status %d", process.pid, status)
+            level = logging.WARNING if self.state == "restarting" else logging.INFO
+            log.log(level, "the engine's process %d ended %s", process.pid, _how(status))
 
     async def stop(self) -> None:
         """Stop the process for good."""
@@ -370,3 +372,9 @@ def _as_error(failed: Failed) -> Exception:
     if isinstance(kind, type) and issubclass(kind, StoopError):
         return kind(failed.sentence)
     return CoreDied(f"the engine failed ({failed.kind}: {failed.sentence}): see its traceback")
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        return f"by signal {-status} ({signal.Signals(-status).name})"
+    return f"with status {status}"

@@ -102,7 +102,7 @@ class DraftTrial:
         self._hopeless = self.usual_tokens * costs.plain_ms < WORTH_IT * costs.drafted_ms
         log.warning(
             "speculative decoding is off %s: a step takes %.0f ms with K = %d and %.0f ms without, "
-            "and yields %.1f tokens",
+            "and yields %.1f tokens (to keep it on, name a drafter in speculative_config)",
             "from now on" if self._hopeless else "until these requests are done",
             costs.drafted_ms,
             self.num_drafts,

@@ -60,8 +60,8 @@ class ChatTemplate:
         source = self._source(tools, chat_template)
         if tools and "tools" not in source:
             raise RequestError(
-                "this model's chat template has no place for tools: leave them out, pass another "
-                "chat_template, or describe them in a system message"
+                "this model's chat template has no place for tools: leave them out, describe them "
+                "in a system message, or use another template (chat_template, --chat-template)"
             )
         text = _render(source, context)
         return _cut_at_mark(text) if continue_final_message else text

@@ -85,6 +85,8 @@ export class Stats {
     const when = now.numDrafts ? "last minute" : "since the start";
     $("acceptance-note").textContent = !found.rates.length
       ? "This server runs without a drafter."
+      : sample.drafting === false
+        ? "Drafts are off: plain steps are faster on this machine now."
       : found.numDrafts
         ? `${length.toFixed(2)} tokens a step, ${when}`
         : "No drafts yet.";

@@ -68,7 +68,7 @@ class ChatRequest(GenerationFields):
         "functions": refused("use tools"),
         "function_call": refused("use tool_choice", "none", "auto"),
         "verbosity": refused("ask for it in a message", "medium"),
-        "chat_template": refused("stoop runs the model's own template only: leave it out"),
+        "chat_template": refused("start the server with --chat-template FILE instead"),
         "documents": refused("put documents into a message, or into chat_template_kwargs"),
         "mm_processor_kwargs": refused("stoop reads text only: leave it out"),
         "moderation": refused("stoop moderates nothing: leave it out"),

@@ -58,7 +58,7 @@ class TokenizeRequest(ApiRequest):
 
     foreign: ClassVar = {
         **COMMON_FOREIGN,
-        "chat_template": refused("stoop runs the model's own template only: leave it out"),
+        "chat_template": refused("start the server with --chat-template FILE instead"),
         "mm_processor_kwargs": refused("stoop reads text only: leave it out"),
     }
     model: str | None = None
