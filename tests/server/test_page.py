@@ -266,6 +266,8 @@ def test_numbers_of_the_server(page: Page, script: Script) -> None:
     assert page.locator("#acceptance .fill1").evaluate("e => e.style.width") == "80%"
     expect(page.locator("#acceptance-note")).to_contain_text("2.60 tokens a step")
     assert (page.inner_text("#running"), page.inner_text("#waiting")) == ("5", "2")
+    script.drafting = False  # the engine has measured that they do not pay
+    expect(page.locator("#acceptance-note")).to_contain_text("Drafts are off")
     script.num_generated += 500
     expect(page.locator("#rate")).not_to_have_text("0")
     assert page.locator("#rate-chart .line").get_attribute("d").startswith("M")  # type: ignore[union-attr]

@@ -315,9 +315,10 @@ def test_answers_are_the_same_whether_drafts_stay_or_go(target: str, costly: Non
     long = GREEDY.replace(max_tokens=200)
     expected = answers(LLM(target, **ROOMY, speculative_config=None), long)
     llm = LLM(target, **ROOMY, block_size=4)
-    assert llm.engine.core.trial is not None
+    assert llm.engine.core.trial is not None and llm.metrics()["drafting"]
     (alone,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
     assert not llm.engine.core.trial.pays
+    assert not llm.metrics()["drafting"]
     assert alone.outputs[0].token_ids == expected[0]
     before = llm.metrics()["spec_decode_num_drafts"]
     assert before > 0 and answers(llm, long) == expected

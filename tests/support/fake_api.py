@@ -38,6 +38,7 @@ class Script:
     refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None  # status, body, headers
     broken: str | None = None  # "cut": the stream ends early; "error": an error event
     num_drafts: int = 3
+    drafting: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_aborted: int = 0
     num_stats: int = 0
@@ -74,6 +75,7 @@ def make_app(script: Script) -> FastAPI:
             "num_generated_tokens": 90 + script.num_generated,
             "model": "SmolLM2-135M-Instruct",
             "num_drafts": script.num_drafts,
+            "drafting": script.drafting,
             "version": "0",
         }
         if not script.num_drafts:
