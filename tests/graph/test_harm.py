@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stoop.bench import harm
+from stoop.bench import apart, harm
 from stoop.bench.harm import Setting, measure_harm
 from stoop.bench.harm_bugs import (
     CPU_BUGS,
@@ -278,12 +278,12 @@ def test_each_bug_has_a_number_of_its_own() -> None:
 
 
 def test_a_process_that_dies_is_a_result() -> None:
-    assert harm._apart(os._exit, 3) == "the process ended with code 3"
+    assert apart.run_apart(os._exit, 3) == "the process ended with code 3"
 
 
 def test_an_error_is_sent_as_text() -> None:
     ours, theirs = Pipe(duplex=False)
-    harm._send(theirs, int, ("x",))
+    apart._send(theirs, int, ("x",))
     assert ours.recv().startswith("ValueError: invalid literal")
 
 

@@ -486,14 +486,15 @@ class Bad:
             ]
         )
         body = {"prompt": "a", "max_tokens": 2, name: value}
-        return refusal(await self.soak.post(TEXT, body), 400, 404)
+        # A full queue refuses a request before its prompt is looked at.
+        return refusal(await self.soak.post(TEXT, body), 400, 404, 429)
 
     async def too_long(self, draw: random.Random) -> str:
         text = "x" * draw.choice([self.soak.max_len, self.soak.max_len * 40])
         if draw.random() < 0.5:
-            return refusal(await self.soak.post(TEXT, {"prompt": [7] * len(text)}), 400)
+            return refusal(await self.soak.post(TEXT, {"prompt": [7] * len(text)}), 400, 429)
         # A real tokenizer joins letters, and repeats fit then: words do not.
-        return refusal(await self.soak.post(TEXT, {"prompt": " ".join(text)}), 400)
+        return refusal(await self.soak.post(TEXT, {"prompt": " ".join(text)}), 400, 429)
 
     async def too_large(self, draw: random.Random) -> str:
         """By its length alone: the server need not read it."""
