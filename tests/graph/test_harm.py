@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stoop.bench import apart, harm
+from stoop.bench import apart
 from stoop.bench.harm import Setting, measure_harm
 from stoop.bench.harm_bugs import (
     CPU_BUGS,
