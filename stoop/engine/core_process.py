@@ -82,12 +82,13 @@ def watch_parent(sock: socket.socket) -> None:
     poll = select.poll()
     poll.register(sock, 0)  # a closed end is reported in any case
 
-    def watch() -> None:
+    def watch(_: socket.socket) -> None:
         while not poll.poll(PARENT_SECONDS * 1000) and os.getppid() == parent:
             pass
         os._exit(1)
 
-    threading.Thread(target=watch, name="stoop-parent-watch", daemon=True).start()
+    # The thread holds the socket, which would otherwise close with its last other reference.
+    threading.Thread(target=watch, args=(sock,), name="stoop-parent-watch", daemon=True).start()
 
 
 def run(channel: Channel) -> None:
