@@ -6,11 +6,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
+from stoop.server import page
 from stoop.server.chat import chat_completions
 from stoop.server.completions import completions
 from stoop.server.errors import RETRY_AFTER, add_handlers, refuse, unavailable
 from stoop.server.gate import Gate
-from stoop.server.hooks import make_metrics, make_tracer, optional
+from stoop.server.hooks import make_tracer
+from stoop.server.metrics import ServerMetrics
 from stoop.server.prompts import plain_messages
 from stoop.server.protocol.chat import ChatRequest
 from stoop.server.protocol.completions import (
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
     name = settings.model_names[0]
-    metrics = make_metrics(llm, name, settings.metrics_names == "vllm")
+    metrics = ServerMetrics(llm, name, settings.metrics_names == "vllm")
     service = Service(llm, settings, metrics, make_tracer(settings.otlp_traces_endpoint, name))
     metrics.http_open = lambda: service.num_requests
     return service
@@ -167,10 +169,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI) -> tuple[str, ...]:
-    """The chat page, if it is there; returns its paths, which need no key."""
-    module = optional("stoop.server.page")
-    if module is None:
-        return ()
-    page = module.router()
-    app.include_router(page)
-    return tuple(route.path for route in page.routes if hasattr(route, "path"))
+    """The chat page; returns its paths, which need no key."""
+    routes = page.router()
+    app.include_router(routes)
+    return tuple(route.path for route in routes.routes if hasattr(route, "path"))

@@ -1,10 +1,8 @@
-"""Metrics and traces, if they are installed; otherwise objects that do nothing."""
+"""What endpoints tell metrics and traces, and objects that do nothing with it."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from stoop.config.errors import ConfigError
 from stoop.core.outputs import RequestTimes
 
 
@@ -32,7 +30,7 @@ class Metrics(Protocol):
 
 
 class NoMetrics:
-    """For tests, and for a server without prometheus_client."""
+    """For tests of endpoints alone."""
 
     http_open: Callable[[], int]
 
@@ -53,7 +51,7 @@ class NoMetrics:
     ) -> None: ...
 
     def render(self) -> tuple[bytes, str]:
-        return b"# no metrics: pip install 'stoop[serve]'\n", "text/plain; charset=utf-8"
+        return b"", "text/plain; charset=utf-8"
 
 
 class RequestTrace(Protocol):
@@ -113,26 +111,6 @@ class NoTracer:
 def make_tracer(endpoint: str | None, model_name: str) -> Tracer:
     if endpoint is None:
         return NoTracer()
-    module = optional("stoop.server.tracing")
-    if module is None:
-        raise ConfigError("--otlp-traces-endpoint: this stoop sends no traces, so leave it out")
-    made: Tracer = module.make_tracer(endpoint, model_name)
-    return made
+    from stoop.server import tracing  # with OpenTelemetry, which few servers have
 
-
-def make_metrics(llm: Any, model_name: str, vllm_names: bool) -> Metrics:
-    module = optional("stoop.server.metrics")
-    if module is None:
-        return NoMetrics()
-    made: Metrics = module.ServerMetrics(llm, model_name, vllm_names)
-    return made
-
-
-def optional(name: str) -> Any:
-    """A module, or None if stoop was built without it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return None
+    return tracing.make_tracer(endpoint, model_name)

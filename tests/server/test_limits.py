@@ -172,7 +172,8 @@ def test_a_refused_request_costs_no_prompt(monkeypatch, path, state):
     for name in ("render", "encode"):
         monkeypatch.setattr(service.prompts, name, lambda *given, **more: pytest.fail("work"))
     body = {CHAT: ASK, TEXT: {"prompt": "a"}}.get(path, {"input": "a"})
-    refusal(post(app, path, body), 429 if state == "full" else 503)
+    error = refusal(post(app, path, body), 429 if state == "full" else 503)
+    assert error["message"] and not llm.num_open
 
 
 # ---- disconnects and timeouts ----

@@ -137,16 +137,17 @@ def test_wrong_values_are_refused(app, path, change, param):
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 def test_broken_bodies_are_refused(app, path, content):
-    refusal(
-        call(app, "POST", path, content=content, headers={"content-type": "application/json"}), 400
-    )
+    json_type = {"content-type": "application/json"}
+    error = refusal(call(app, "POST", path, content=content, headers=json_type), 400)
+    assert error["type"] == "invalid_request_error"
 
 
 def test_bodies_of_another_type_are_refused(app):
     """A web page can send text/plain to any server without asking it first."""
     body = json.dumps(GOOD[CHAT]).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        refusal(call(app, "POST", CHAT, content=body, headers={"content-type": kind}), 415)
+        found = call(app, "POST", CHAT, content=body, headers={"content-type": kind})
+        assert "application/json" in refusal(found, 415)["message"]
 
 
 def test_images_are_refused_by_name(app):
@@ -176,8 +177,8 @@ def test_long_prompts(app):
 
 
 def test_unknown_paths_and_methods(app):
-    refusal(call(app, "GET", "/nope"), 404)
-    refusal(call(app, "GET", CHAT), 405)
+    assert refusal(call(app, "GET", "/nope"), 404)["message"]
+    assert refusal(call(app, "GET", CHAT), 405)["message"]
 
 
 def test_sampling_parameters_arrive():
