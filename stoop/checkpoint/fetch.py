@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from stoop.checkpoint.cache import Recipe, models_dir, obtain
-from stoop.checkpoint.embedded import EMBEDDED, EmbeddedModel, embedded_recipe
+from stoop.checkpoint.embedded import EMBEDDED, PACKED_SUFFIX, EmbeddedModel, embedded_recipe
+from stoop.checkpoint.gguf import can_pack as can_pack_gguf
 from stoop.checkpoint.gguf import convert_gguf, converted_bytes
 from stoop.checkpoint.hub import fetch_from_hub
 from stoop.config.errors import CheckpointError, ConfigError, FetchError
@@ -19,10 +20,24 @@ __all__ = ["EMBEDDED", "EmbeddedModel", "Report", "pull", "resolve_model"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
+def can_pack(name: str | os.PathLike[str]) -> bool:
+    """Whether a model is a GGUF file whose weights can stay quantised."""
+    if isinstance(name, str) and name in EMBEDDED:
+        return True
+    path = Path(os.path.expanduser(os.fspath(name)))
+    return path.suffix.lower() == ".gguf" and path.is_file() and can_pack_gguf(path)
+
+
 def resolve_model(
-    name: str | os.PathLike[str], *, revision: str | None = None, report: Report | None = None
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    report: Report | None = None,
+    packed: bool = False,
 ) -> Path:
     """The folder of a model: an embedded name, a folder, a .gguf file or a hub id.
+
+    packed: weights of a GGUF file stay quantised; only if `can_pack`
 
     An embedded name wins over a folder of that name in the working directory (write
     `./name` for the folder), and an existing path wins over a hub id.
@@ -35,11 +50,11 @@ def resolve_model(
     if revision is not None and (text in EMBEDDED or path.exists()):
         raise ConfigError(f"revision={revision!r}: only models from the hub have revisions")
     if is_name and text in EMBEDDED:
-        return obtain(embedded_recipe(text, report or quiet), report or quiet)
+        return obtain(embedded_recipe(text, report or quiet, packed), report or quiet)
     if path.is_dir():
         return _check_folder(path)
     if path.is_file():
-        return _convert_once(path, report or quiet)
+        return _convert_once(path, report or quiet, packed)
     if not is_name or _looks_like_path(text):
         raise CheckpointError(f"{text} does not exist: check the path of the model or head")
     if HUB_ID.fullmatch(text):
@@ -82,36 +97,36 @@ def _check_folder(folder: Path) -> Path:
     )
 
 
-def _convert_once(file: Path, report: Report) -> Path:
+def _convert_once(file: Path, report: Report, packed: bool) -> Path:
     if file.suffix.lower() != ".gguf":
         raise CheckpointError(f"{file} is not a .gguf file: give a folder, or a .gguf file")
-    return obtain(_gguf_recipe(file.resolve(), report), report)
+    return obtain(_gguf_recipe(file.resolve(), report, packed), report)
 
 
-def converted_name(file: Path) -> str:
+def converted_name(file: Path, packed: bool = False) -> str:
     """The name in the cache of the conversion of a GGUF file. file: its resolved path
 
     It depends on the path alone, so that a changed file replaces its old conversion.
     """
     path_digest = hashlib.sha256(os.fsencode(file)).hexdigest()[:12]
     readable = re.sub(r"[^\w.-]+", "-", file.stem)[:60]
-    return f"gguf-{readable}-{path_digest}"
+    return f"gguf-{readable}-{path_digest}" + (PACKED_SUFFIX if packed else "")
 
 
-def _gguf_recipe(file: Path, report: Report) -> Recipe:
+def _gguf_recipe(file: Path, report: Report, packed: bool) -> Recipe:
     state = file.stat()
 
     def notice() -> str:
-        size, place = show_bytes(converted_bytes(file)), show_path(models_dir())
+        size, place = show_bytes(converted_bytes(file, packed)), show_path(models_dir())
         return f"converting {file.name} ({show_bytes(state.st_size)}) to {size} in {place}"
 
     def build(scratch: Path, model: Path) -> None:
-        convert_gguf(file, model, report, stage=notice())
+        convert_gguf(file, model, report, notice(), packed)
 
     return Recipe(
-        name=converted_name(file),
+        name=converted_name(file, packed),
         source=f"{file} {state.st_size} {state.st_mtime_ns}",
-        bytes_needed=lambda: converted_bytes(file),
+        bytes_needed=lambda: converted_bytes(file, packed),
         build=build,
         notice=notice,
     )

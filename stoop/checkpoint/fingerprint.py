@@ -112,9 +112,9 @@ def _vector(reader: WeightReader, name: str, count: int) -> list[float]:
 
 def _matrix(reader: WeightReader, name: str, rows: int, columns: int) -> list[list[float]]:
     num_rows, num_columns = reader.shape(name)
-    tensor = reader.tensor(name)  # mapped: only the pages of these rows are read
-    places = _spread(num_columns, columns)
-    return [tensor[row][places].double().tolist() for row in _spread(num_rows, rows)]
+    found = reader.rows(name, _spread(num_rows, rows))
+    values: list[list[float]] = found[:, _spread(num_columns, columns)].double().tolist()
+    return values
 
 
 def _same_vector(found: Sequence[float], kept: Sequence[float]) -> bool:

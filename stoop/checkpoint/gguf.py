@@ -20,8 +20,10 @@ from stoop.checkpoint.gguf_config import build_generation_config, token_ids
 from stoop.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from stoop.checkpoint.gguf_layout import GGUFContents, GGUFLayout, ModelFields, find_layout
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
+from stoop.checkpoint.weights import QUANTIZED
 from stoop.config.errors import CheckpointError
 from stoop.config.values import MAX_SHOWN
+from stoop.core.quantized import BLOCKS
 from stoop.core.report import Report, quiet
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096  # one for every two dimensions of a head
 LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+BYTES = "U8"  # a quantised tensor, as rows of blocks
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -47,21 +50,37 @@ class PlannedTensor:
 
     name: str
     source: GGUFTensor
-    type_name: str  # as safetensors writes it: F32, F16 or BF16
+    type_name: str  # as safetensors writes it: F32, F16, BF16, or U8 if it stays quantised
     num_rotated_heads: int  # heads whose rows llama.cpp reordered; 0 for none
 
     @property
     def num_bytes(self) -> int:
+        if self.type_name == BYTES:
+            return self.source.num_bytes
         return self.source.num_elements * ELEMENT_BYTES[self.type_name]
+
+    @property
+    def shape(self) -> list[int]:
+        """In the new file."""
+        if self.type_name == BYTES:
+            return [self.source.shape[0], self.source.num_bytes // self.source.shape[0]]
+        return list(self.source.shape)
 
 
 def convert_gguf(
-    source: Path, target: Path, report: Report | None = None, stage: str = "converting"
+    source: Path,
+    target: Path,
+    report: Report | None = None,
+    stage: str = "converting",
+    packed: bool = False,
 ) -> None:
-    """Write config, tokenizer and weights of a GGUF file into the folder `target`."""
+    """Write config, tokenizer and weights of a GGUF file into the folder `target`.
+
+    packed: matrices of the types in `BLOCKS` stay quantised
+    """
     with GGUFFile(source) as file:
         with _sound_metadata(source):
-            plan = _plan_tensors(file)
+            plan = _plan_tensors(file, packed)
             texts = _describe_model(file, plan)
         target.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -69,10 +88,17 @@ def convert_gguf(
         _write_weights(target / "model.safetensors", file, plan, partial(report or quiet, stage))
 
 
-def converted_bytes(source: Path) -> int:
+def converted_bytes(source: Path, packed: bool = False) -> int:
     """The size of a GGUF file's weights after conversion."""
     with GGUFFile(source) as file, _sound_metadata(source):
-        return sum(tensor.num_bytes for tensor in _plan_tensors(file))
+        return sum(tensor.num_bytes for tensor in _plan_tensors(file, packed))
+
+
+def can_pack(source: Path) -> bool:
+    """Whether most of a GGUF file's weights can stay quantised."""
+    with GGUFFile(source) as file:
+        kept = sum(tensor.num_elements for tensor in file.tensors if _stays(tensor))
+        return 2 * kept > sum(tensor.num_elements for tensor in file.tensors)
 
 
 def _describe_model(file: GGUFFile, plan: Sequence[PlannedTensor]) -> dict[str, str]:
@@ -102,7 +128,7 @@ def _sound_metadata(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _plan_tensors(file: GGUFFile) -> list[PlannedTensor]:
+def _plan_tensors(file: GGUFFile, packed: bool) -> list[PlannedTensor]:
     fields = ModelFields(file.metadata)
     layout = find_layout(fields)
     quantized_type = _quantized_type(file.tensors)
@@ -110,7 +136,7 @@ def _plan_tensors(file: GGUFFile) -> list[PlannedTensor]:
         PlannedTensor(
             name=_new_name(tensor.name, layout),
             source=tensor,
-            type_name=_kept_type(tensor) or quantized_type,
+            type_name=BYTES if packed and _stays(tensor) else _kept_type(tensor) or quantized_type,
             num_rotated_heads=layout.num_rotated_heads(_part(tensor.name), fields),
         )
         for tensor in file.tensors
@@ -118,7 +144,7 @@ def _plan_tensors(file: GGUFFile) -> list[PlannedTensor]:
     ]
     _check_complete(file, layout, fields.number("block_count"))
     # Wider elements first, so that every tensor in the file is aligned.
-    return sorted(plan, key=lambda tensor: -ELEMENT_BYTES[tensor.type_name])
+    return sorted(plan, key=lambda tensor: -ELEMENT_BYTES.get(tensor.type_name, 1))
 
 
 def _new_name(name: str, layout: GGUFLayout) -> str:
@@ -166,6 +192,14 @@ def _kept_type(tensor: GGUFTensor) -> str | None:
     return kind if kind in ELEMENT_BYTES else None
 
 
+def _stays(tensor: GGUFTensor) -> bool:
+    """Whether it can stay quantised."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(tensor.type_code).name
+    return kind in BLOCKS and len(tensor.shape) == 2
+
+
 def _quantized_type(tensors: Sequence[GGUFTensor]) -> str:
     float32_bytes = 4 * sum(tensor.num_elements for tensor in tensors)
     if float32_bytes <= MAX_FLOAT32_BYTES:
@@ -181,7 +215,8 @@ def _main_type(plan: Sequence[PlannedTensor]) -> str:
     """The type of most elements."""
     counts = dict.fromkeys(ELEMENT_BYTES, 0)
     for tensor in plan:
-        counts[tensor.type_name] += tensor.source.num_elements
+        type_name = "F32" if tensor.type_name == BYTES else tensor.type_name
+        counts[type_name] += tensor.source.num_elements
     return TORCH_NAMES[max(counts, key=lambda type_name: counts[type_name])]
 
 
@@ -216,13 +251,22 @@ def _write_weights(
 
 def _header(plan: Sequence[PlannedTensor]) -> bytes:
     """A safetensors header: its length, then JSON, padded to align the data."""
+    import gguf
+
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    kinds = {
+        tensor.name: gguf.GGMLQuantizationType(tensor.source.type_code).name
+        for tensor in plan
+        if tensor.type_name == BYTES
+    }
+    if kinds:
+        entries["__metadata__"][QUANTIZED] = json.dumps(kinds)
     start = 0
     for tensor in plan:
         end = start + tensor.num_bytes
         entries[tensor.name] = {
             "dtype": tensor.type_name,
-            "shape": list(tensor.source.shape),
+            "shape": tensor.shape,
             "data_offsets": [start, end],
         }
         start = end
@@ -236,7 +280,7 @@ def _pieces(file: GGUFFile, tensor: PlannedTensor) -> Iterator[np.ndarray]:
     rows = file.rows(tensor.source)  # [rows, bytes of a row] uint8
     if tensor.num_rotated_heads:
         rows = _undo_rotation(rows, tensor)
-    if _kept_type(tensor.source):
+    if tensor.type_name == BYTES or _kept_type(tensor.source):
         yield rows
         return
     rows_at_once = max(1, SLICE_ELEMENTS // tensor.source.shape[-1])

@@ -7,12 +7,14 @@ import math
 import os
 import pickle
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from stoop.config.errors import CheckpointError
+from stoop.core.quantized import BLOCKS, QuantizedRows
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,9 @@ SINGLE_FILE = "model.safetensors"
 PICKLED_FILE = "pytorch_model.bin"
 # Mistral's folders hold a second copy of all weights under other tensor names.
 DUPLICATE_FILES = "consolidated*"
+# Metadata of a safetensors file: JSON with GGUF's type of each matrix that is stored as rows of
+# GGUF blocks, in bytes.
+QUANTIZED = "stoop.quantized"
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class TensorEntry:
     file: Path
     shape: tuple[int, ...]
     num_bytes: int
+    kind: str | None = None  # GGUF's name of its quantisation
 
 
 class WeightReader:
@@ -75,7 +81,25 @@ class WeightReader:
         return self._entry(name).shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, memory-mapped: bytes are read when they are used."""
+        """The tensor on the CPU, memory-mapped: bytes are read when they are used.
+
+        A quantised one is dequantised to float32.
+        """
+        rows = self.quantized(name)
+        return self._stored(name) if rows is None else dequantize(rows)
+
+    def quantized(self, name: str) -> QuantizedRows | None:
+        """A quantised matrix as it is stored; None if it is not quantised."""
+        kind = self._entry(name).kind
+        return None if kind is None else QuantizedRows(kind, self._stored(name))
+
+    def rows(self, name: str, places: Sequence[int]) -> torch.Tensor:
+        """Some rows of a matrix; no others are read."""
+        found = self._stored(name)[list(places)]
+        kind = self._entry(name).kind
+        return found if kind is None else dequantize(QuantizedRows(kind, found))
+
+    def _stored(self, name: str) -> torch.Tensor:
         from safetensors import SafetensorError
 
         entry = self._entry(name)
@@ -104,6 +128,15 @@ class WeightReader:
                 "check that its config.json belongs to these weights"
             )
         return entry
+
+
+def dequantize(rows: QuantizedRows) -> torch.Tensor:
+    """[rows, row length] float32"""
+    import gguf
+    import torch
+
+    kind = gguf.GGMLQuantizationType[rows.kind]
+    return torch.from_numpy(gguf.quants.dequantize(rows.data.numpy(), kind))
 
 
 def _list_tensors(folder: Path) -> dict[str, TensorEntry]:
@@ -224,16 +257,24 @@ def _list_file(file: Path) -> dict[str, TensorEntry]:
 
     try:
         with _open(file) as handle:
-            return {name: _describe(file, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118 - the handle is no mapping
+            kinds = json.loads((handle.metadata() or {}).get(QUANTIZED, "{}"))
+            return {
+                name: _describe(file, handle.get_slice(name), kinds.get(name))
+                for name in handle.keys()  # noqa: SIM118 - the handle is no mapping
+            }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is truncated or damaged ({error}): fetch the model again"
         ) from error
 
 
-def _describe(file: Path, tensor: Any) -> TensorEntry:
+def _describe(file: Path, tensor: Any, kind: str | None) -> TensorEntry:
     shape = tuple(tensor.get_shape())
-    return TensorEntry(file, shape, math.prod(shape) * _type_bytes(tensor.get_dtype()))
+    num_bytes = math.prod(shape) * _type_bytes(tensor.get_dtype())
+    if kind is None:
+        return TensorEntry(file, shape, num_bytes)
+    values, block_bytes = BLOCKS[kind]
+    return TensorEntry(file, (shape[0], shape[1] // block_bytes * values), num_bytes, kind)
 
 
 def _type_bytes(type_name: str) -> int:

@@ -24,3 +24,17 @@ def log_level() -> str:
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"STOOP_LOG={level.lower()!r}: use debug, info, warning or error")
     return level
+
+
+CPU_ISAS = ("avx512", "avx2", "generic")
+
+
+def cpu_isa() -> str | None:
+    """`STOOP_CPU_ISA`: the widest instruction set that CPU kernels may use; None: the processor's.
+
+    One that the processor lacks means the widest that it has below that.
+    """
+    asked = os.environ.get("STOOP_CPU_ISA")
+    if asked is not None and asked not in CPU_ISAS:
+        raise ConfigError(f"STOOP_CPU_ISA={asked!r}: use {', '.join(CPU_ISAS[:-1])} or generic")
+    return asked

@@ -11,6 +11,7 @@ from stoop.config.backends import (
     AUTO,
     BackendTraits,
     backend_names,
+    backend_traits,
     choose_backend,
     needs_zeroed_blocks,
 )
@@ -56,6 +57,7 @@ def make_options(model: Any, options: Mapping[str, Any]) -> EngineOptions:
 def _check_alone(options: EngineOptions) -> None:
     """Check each option by itself, except numbers."""
     _choice("load_format", options.load_format, ("auto", "dummy"))
+    _choice("weights", options.weights, ("auto", "packed", "dense"))
     for name in ("dtype", "weight_dtype", "kv_cache_dtype"):
         _check_dtype(name, getattr(options, name))
     _choice("attention_backend", options.attention_backend, (AUTO, *backend_names()))
@@ -116,11 +118,18 @@ def resolve(
     folder: str,
     device: str,
     spec: SpecConfig | None = None,
+    packed: bool = False,
 ) -> Config:
-    """Make the `Config`. device: the concrete one that the worker chose for `options.device`"""
+    """Make the `Config`.
+
+    device: the concrete one that the worker chose for `options.device`; packed: the weights in
+    `folder` stay quantised
+    """
     _check_alone(options)
-    types = _device(options, model, device)
+    types = dataclasses.replace(_device(options, model, device), packed=packed)
     backend = choose_backend(options.attention_backend, device, types.dtype)
+    if packed and options.attention_backend == AUTO:
+        backend = _packed_backend(backend, model, types)
     schedule = _schedule(options, model, device, spec)
     schedule = dataclasses.replace(schedule, run_ahead=_run_ahead(options, device, backend))
     return Config(
@@ -138,6 +147,14 @@ def resolve(
         graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
         spec=spec,
     )
+
+
+def _packed_backend(default: BackendTraits, model: ModelSpec, types: DeviceConfig) -> BackendTraits:
+    """The backend whose kernels run together with packed products, if it serves the model."""
+    native = backend_traits("native")
+    sizes, head_dim = native.head_sizes or (), getattr(model, "head_dim", None)
+    serves = head_dim in sizes and native.reads(types.kv_dtype, types.dtype)
+    return native if serves else default
 
 
 def _device(options: EngineOptions, model: ModelSpec, device: str) -> DeviceConfig:

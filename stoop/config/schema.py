@@ -90,6 +90,7 @@ class DeviceConfig:
     dtype: str  # of computation: activations, norms, biases and rotary tables
     weight_dtype: str  # of matrices in memory
     kv_dtype: str  # of the KV cache
+    packed: bool = False  # quantised matrices stay quantised, others of a draft head get 8 bits
 
     @staticmethod
     def of(device: str, dtype: str) -> "DeviceConfig":
@@ -193,6 +194,13 @@ class EngineOptions:
             "bfloat16 under float32 halves their memory, and each product casts them"
         },
     )
+    weights: str = field(
+        default="auto",
+        metadata={
+            "help": "weights of a GGUF file: packed (they stay quantised; CPU only), dense "
+            "(dequantised), or auto (packed on a CPU in float32)"
+        },
+    )
     kv_cache_dtype: str = field(
         default="auto",
         metadata={
@@ -233,8 +241,9 @@ class EngineOptions:
     attention_backend: str = field(
         default="auto",
         metadata={
-            "help": "auto (triton on CUDA, reference elsewhere), triton, reference, flashinfer "
-            "(needs pip install 'stoop[flashinfer]') or hostplan (for testing graphs)"
+            "help": "auto (triton on CUDA, native for packed weights, else reference), triton, "
+            "reference, native, flashinfer (needs pip install 'stoop[flashinfer]') or hostplan "
+            "(for testing graphs)"
         },
     )
     graph_mode: str = field(

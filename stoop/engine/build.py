@@ -12,6 +12,7 @@ from stoop.config.speculation import asks_for_auto
 from stoop.core.report import Report
 from stoop.engine import draft_trial
 from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
+from stoop.engine.choose_weights import choose_packed
 from stoop.engine.core import EngineCore
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.uniproc import UniprocExecutor
@@ -39,10 +40,13 @@ class CoreBuilder:
         self.options = options
         self._report = report
         self._device = find_device(options.device)
-        self.folder: Path = resolve_model(options.model, revision=options.revision, report=report)
+        self._packed = choose_packed(options, self._device, report)
+        self.folder: Path = resolve_model(
+            options.model, revision=options.revision, report=report, packed=self._packed
+        )
         self._model: ModelSpec = read_model_spec(self.folder)
         # Refuse before a drafter is read.
-        settled = resolve(options, self._model, str(self.folder), self._device)
+        settled = resolve(options, self._model, str(self.folder), self._device, packed=self._packed)
         log_ignored(options, settled)
         self._choice = choose_drafter(options, self._model, self.folder, self._device, report)
 
@@ -67,7 +71,7 @@ class CoreBuilder:
 
     def _build(self, choice: DrafterChoice) -> BuiltCore:
         folder = str(self.folder)
-        config = resolve(self.options, self._model, folder, self._device, choice.spec)
+        config = resolve(self.options, self._model, folder, self._device, choice.spec, self._packed)
         config = replace(config, draft_note=choice.note)
         executor = UniprocExecutor(config, self._report)
         core = EngineCore(config.schedule, config.cache, executor)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stoop.core.quantized import QuantizedRows
 from stoop.ops.dense import DENSE, dense
 from stoop.ops.weight import Scheme, Weight
 
@@ -19,6 +20,7 @@ class WeightView(NamedTuple):
 
     name: str
     weight: Weight  # all of a parameter, or some of its rows
+    layer: "MatrixLayer | None" = None  # whose matrix it is a part of; None for a vector
 
     @property
     def data(self) -> Tensor:
@@ -29,7 +31,7 @@ class WeightView(NamedTuple):
         """The shape of the tensor in the checkpoint."""
         return self.weight.scheme.shape(self.weight)
 
-    def fill(self, values: Tensor) -> None:
+    def fill(self, values: Tensor | QuantizedRows) -> None:
         self.weight.scheme.store(self.weight, values)
 
 
@@ -40,7 +42,7 @@ def vector_view(name: str, parameter: Tensor) -> WeightView:
 
 def prefixed(prefix: str, views: Iterator[WeightView]) -> Iterator[WeightView]:
     for view in views:
-        yield WeightView(f"{prefix}.{view.name}", view.weight)
+        yield view._replace(name=f"{prefix}.{view.name}")
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -81,6 +83,15 @@ class MatrixLayer(nn.Module):
             self._hold(scheme.empty(*self._size, dtype))
 
     @property
+    def num_outputs(self) -> int:
+        """0 for a layer that uses another layer's matrix."""
+        return 0 if self._parameters[self._name] is None else self._size[0]
+
+    @property
+    def num_inputs(self) -> int:
+        return self._size[1]
+
+    @property
     def matrix(self) -> Weight:
         """The parameter as a `Weight`, cached until the parameter is replaced."""
         data, known = self._parameters[self._name], self._matrix
@@ -93,7 +104,7 @@ class MatrixLayer(nn.Module):
         """A view of some rows of the matrix, detached from autograd."""
         data, scales, scheme = self.matrix
         detached = Weight(data.data, None if scales is None else scales.data, scheme)
-        return WeightView(name, detached.rows(start, count))
+        return WeightView(name, detached.rows(start, count), self)
 
 
 def store_matrices_as(module: nn.Module, dtype: torch.dtype) -> None:

@@ -23,6 +23,7 @@ from stoop.layers.weights import WeightView, prefixed
 from stoop.model_state.base import ModelState, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
 from stoop.models.base import parameter_bytes
+from stoop.models.fused import FusedLayers, LayerParts, fuse
 from stoop.ops.norm import rms_norm_into
 from stoop.ops.rope import Rotation
 
@@ -82,6 +83,16 @@ class DecoderLayer(nn.Module):
         stream = self.self_attn(stream, self.input_layernorm, stream, rotation, ctx, keep)
         return self.mlp(stream, self.post_attention_layernorm)
 
+    @property
+    def parts(self) -> LayerParts:
+        return LayerParts(
+            self.input_layernorm,
+            self.self_attn,
+            self.post_attention_layernorm,
+            self.mlp.gate_up_proj,
+            self.mlp.down_proj,
+        )
+
     def weight_views(self) -> Iterator[WeightView]:
         yield from prefixed("input_layernorm", self.input_layernorm.weight_views())
         yield from prefixed("self_attn", self.self_attn.weight_views())
@@ -113,9 +124,10 @@ class DecoderModel(nn.Module):
             self.embed_tokens if spec.tie_word_embeddings else None,
         )
         self.rotary: RotaryTable | None = None
+        self.fused: FusedLayers | None = None
 
     def prepare(self, num_positions: int) -> None:
-        """Build the rotary table on the weights' device."""
+        """Build the rotary table on the weights' device; take the kernels that serve all layers."""
         self.rotary = RotaryTable(
             self.spec.rope,
             self.spec.head_dim,
@@ -123,6 +135,8 @@ class DecoderModel(nn.Module):
             device=self.device,
             dtype=self.dtype,
         )
+        if all(type(layer) is DecoderLayer for layer in self.layers):
+            self.fused = fuse([cast(DecoderLayer, layer).parts for layer in self.layers])
 
     @property
     def device(self) -> torch.device:
@@ -145,6 +159,19 @@ class DecoderModel(nn.Module):
         assert self.rotary is not None, "call prepare() first"
         rotation = self.rotary.at(positions)
         stream = self.embed(input_ids)
+        tapped = None if self.fused is None else self.fused.run(ctx, stream, rotation, taps)
+        if tapped is None:
+            stream, tapped = self._run_layers(stream, rotation, ctx, taps)
+        if out is None:
+            out = self.norm(stream)
+        else:
+            rms_norm_into(stream, self.norm.weight, self.norm.eps, out)
+        return out, tapped
+
+    def _run_layers(
+        self, stream: Tensor, rotation: Rotation, ctx: ForwardContext, taps: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One layer after the other; returns the stream, and as it entered the layers `taps`."""
         streams: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             tapped = index in taps
@@ -152,11 +179,7 @@ class DecoderModel(nn.Module):
                 streams[index] = stream
             stream = layer(stream, rotation, ctx, keep=tapped)
         streams[len(self.layers)] = stream
-        if out is None:
-            out = self.norm(stream)
-        else:
-            rms_norm_into(stream, self.norm.weight, self.norm.eps, out)
-        return out, [streams[tap] for tap in taps]
+        return stream, [streams[tap] for tap in taps]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The input of the first layer: [tokens] ids to [tokens, hidden_size]."""

@@ -24,6 +24,7 @@ from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightView, prefixed, vector_view
 from stoop.models.base import Model, parameter_bytes
 from stoop.models.decoder import MLP, DecoderLayer, DecoderSpec
+from stoop.models.fused import FusedLayers, LayerParts, fuse
 from stoop.ops.norm import join_norms, take_and_norm, take_rows
 from stoop.ops.rope import Rotation
 
@@ -108,20 +109,27 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(decoder)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        embedding: Embedding,
-        feature: Tensor,
-        rotation: Rotation,
-        ctx: ForwardContext,
-    ) -> Tensor:
+    def join(
+        self, token_ids: Tensor, embedding: Embedding, feature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer attends over, and the residual stream."""
         joined = embedding.joined(token_ids, self.input_layernorm, feature, self.hidden_norm)
         stream = feature
         if self.norm_before_residual:
             stream = joined[:, feature.shape[1] :].contiguous()
+        return joined, stream
+
+    def forward(
+        self, joined: Tensor, stream: Tensor, rotation: Rotation, ctx: ForwardContext
+    ) -> Tensor:
         stream = self.self_attn(joined, None, stream, rotation, ctx, keep=True)
         return self.mlp(stream, self.post_attention_layernorm)
+
+    @property
+    def parts(self) -> LayerParts:
+        mlp = self.mlp
+        norm = self.post_attention_layernorm
+        return LayerParts(None, self.self_attn, norm, mlp.gate_up_proj, mlp.down_proj)
 
     def weight_views(self) -> Iterator[WeightView]:
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
@@ -160,9 +168,11 @@ class EagleHead(nn.Module):
         )
         self._target: tuple[Model, ...] = ()  # in a tuple, so that it is not a submodule
         self.rotary: RotaryTable | None = None
+        self.fused: FusedLayers | None = None
 
     def attach(self, target: Model, num_positions: int) -> None:
-        """Use the target's modules where the head has none of its own; build the rotary table."""
+        """Use the target's modules where the head has none of its own; build the rotary table;
+        take the kernels that serve all layers."""
         self._target = (target,)
         norm, decoder = self.first.post_attention_layernorm.weight, self.spec.decoder
         self.rotary = RotaryTable(
@@ -172,6 +182,9 @@ class EagleHead(nn.Module):
             device=norm.device,
             dtype=norm.dtype,
         )
+        if isinstance(self.first, Eagle3Layer):
+            rest = [cast(DecoderLayer, layer).parts for layer in self.rest]
+            self.fused = fuse([self.first.parts, *rest])
 
     def condense(self, streams: Tensor) -> Tensor:
         """Map [tokens, number of taps, target_hidden_size] to EAGLE-3 features."""
@@ -194,8 +207,13 @@ class EagleHead(nn.Module):
         assert self.rotary is not None, "call attach() first"
         rotation = self.rotary.at(positions)
         embedding = self.embed_tokens or self.target.embed_tokens
-        if self.eagle3:
-            stream = self.first(token_ids, embedding, features, rotation, ctx)
+        if isinstance(self.first, Eagle3Layer):
+            joined, stream = self.first.join(token_ids, embedding, features)
+            if self.fused is not None:
+                copied = stream.clone()  # the caller keeps its features
+                if self.fused.run(ctx, copied, rotation, given=joined) is not None:
+                    return copied
+            stream = self.first(joined, stream, rotation, ctx)
         else:
             joined = self.fc(torch.cat((embedding(token_ids), features), dim=-1))
             stream = self.first(joined, rotation, ctx)

@@ -15,6 +15,7 @@ from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.head_source import OWNER, canonical_names, stored_names
 from stoop.models.kv_scales import load_kv_scales
 from stoop.models.loader import build, check_names, fill_dummy, fill_views, on_meta
+from stoop.models.packed_weights import store_in_8_bits
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,16 @@ def build_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
 
 def _build(spec: HeadSpec, device: DeviceConfig) -> EagleHead:
     assert isinstance(spec, EagleSpec), spec
-    return build(lambda: EagleHead(spec), device)
+    return build(lambda: EagleHead(spec), device, store_in_8_bits if device.packed else None)
 
 
 def describe_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
     """A head on the meta device."""
     assert isinstance(spec, EagleSpec), spec
-    return on_meta(lambda: EagleHead(spec), device.dtype, device.weight_dtype)
+    head = on_meta(lambda: EagleHead(spec), device.dtype, device.weight_dtype)
+    if device.packed:
+        store_in_8_bits(head)
+    return head
 
 
 def new_head_spec(

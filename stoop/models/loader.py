@@ -17,6 +17,7 @@ from stoop.core.report import Report
 from stoop.layers.weights import WeightView, store_matrices_as
 from stoop.models.base import Model, Module, parameter_bytes
 from stoop.models.kv_scales import load_kv_scales, without_scales
+from stoop.models.packed_weights import map_saved, save, store_quantized
 from stoop.models.registry import find_family
 
 DUMMY_STD = 0.02
@@ -37,10 +38,7 @@ def load_model(config: Config, report: Report | None = None) -> Model:
         with WeightReader(Path(config.load.folder)) as reader:
             prefix = find_family(config.model.architecture).layer_prefix
             check_num_layers(reader.names(), prefix, config.model.num_layers, "the weights")
-            model = build_model(config, lambda model: _check_weights(model, reader))
-            if config.device.kv_dtype == FP8:
-                load_kv_scales(model, reader, {name: name for name in reader.names()})
-            fill_views(list(model.weight_views()), reader, _stored(model, reader), report)
+            model = _load(config, reader, report)
     num_positions = config.schedule.max_model_len
     try:
         model.prepare(num_positions)
@@ -52,6 +50,41 @@ def load_model(config: Config, report: Report | None = None) -> Model:
             "lower max_model_len"
         ) from error
     return model
+
+
+def _load(config: Config, reader: WeightReader, report: Report | None) -> Model:
+    folder, packed = Path(config.load.folder), config.device.packed
+    if packed:
+        described = _describe_packed(config, reader)
+        if map_saved(described, folder):
+            return cast(Model, cast(nn.Module, described).eval())
+
+    def check(model: Model) -> None:
+        _check_weights(model, reader)
+        if packed:
+            store_quantized(model, reader)
+
+    model = build_model(config, check)
+    if config.device.kv_dtype == FP8:
+        load_kv_scales(model, reader, {name: name for name in reader.names()})
+    fill_views(list(model.weight_views()), reader, _stored(model, reader), report)
+    if packed:
+        save(model, folder)
+    return model
+
+
+def _describe_packed(config: Config, reader: WeightReader) -> Model:
+    """A model on the meta device, with the packed formats of its checkpoint."""
+    device = config.device
+    model = on_meta(_maker(config.model), device.dtype, device.weight_dtype)
+    store_quantized(model, reader)
+    return model
+
+
+def packed_bytes(config: Config) -> int:
+    """Bytes of a model's weights where quantised ones stay quantised."""
+    with WeightReader(Path(config.load.folder)) as reader:
+        return parameter_bytes(_describe_packed(config, reader))
 
 
 def build_model(config: Config, check: Callable[[Model], None] | None = None) -> Model:
@@ -160,7 +193,8 @@ def fill_views(
     for view in views:
         name = stored[view.name]
         check_shape(name, reader.shape(name), view.shape)
-        view.fill(reader.tensor(name))
+        packed = not view.weight.scheme.is_dense and reader.quantized(name)
+        view.fill(packed or reader.tensor(name))
         done += view.data.numel()
         if report:
             report("loading weights", done, total)

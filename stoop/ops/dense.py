@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoop.core.quantized import QuantizedRows
 from stoop.ops.embedding import embed
 from stoop.ops.kernels.linear_choice import HALF, uses_skinny
 from stoop.ops.norm import rms_norm, silu_and_mul
@@ -45,7 +46,8 @@ class Dense(Scheme):
     def shape(self, weight: Weight) -> tuple[int, ...]:
         return tuple(weight.data.shape)
 
-    def store(self, weight: Weight, values: Tensor) -> None:
+    def store(self, weight: Weight, values: Tensor | QuantizedRows) -> None:
+        assert isinstance(values, Tensor), values
         weight.data.copy_(values)
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stoop.core.quantized import QuantizedRows
 from stoop.ops.norm import rms_norm, silu_and_mul
 
 
@@ -22,9 +23,8 @@ class Weight(NamedTuple):
     scheme: "Scheme"
 
     def rows(self, start: int, count: int) -> "Weight":
-        """A view of some outputs. Schemes group values along inputs, so any rows can be taken."""
-        scales = None if self.scales is None else self.scales[start : start + count]
-        return Weight(self.data[start : start + count], scales, self.scheme)
+        """A view of some outputs: those of a checkpoint's matrix, where several are stacked."""
+        return self.scheme.rows(self, start, count)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether `data` is the matrix itself, in this dtype."""
@@ -47,9 +47,15 @@ class Scheme(ABC):
     def shape(self, weight: Weight) -> tuple[int, ...]:
         """The shape [outputs, inputs] that the matrix has in checkpoints."""
 
+    def rows(self, weight: Weight, start: int, count: int) -> Weight:
+        """`Weight.rows`, for schemes whose tensors have a row for each output."""
+        scales = None if weight.scales is None else weight.scales[start : start + count]
+        return Weight(weight.data[start : start + count], scales, self)
+
     @abstractmethod
-    def store(self, weight: Weight, values: Tensor) -> None:
-        """Fill the matrix from the dense values of a checkpoint."""
+    def store(self, weight: Weight, values: Tensor | QuantizedRows) -> None:
+        """Fill the matrix from a checkpoint: from dense values, which every scheme takes, or from
+        quantised ones."""
 
     # ---- the reference ----
 

@@ -16,7 +16,7 @@ from stoop.core.state import DTYPE_BYTES, NULL_BLOCK, PagedState, RecurrentState
 from stoop.layers.stateful import StatefulLayer, stateful_layers
 from stoop.models.base import Module, parameter_bytes
 from stoop.models.head_loader import describe_head
-from stoop.models.loader import describe_model
+from stoop.models.loader import describe_model, packed_bytes
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def check_room(config: Config) -> None:
     message.
     """
     modules = _describe_modules(config)
-    weights = sum(map(parameter_bytes, modules))
+    weights = weight_bytes(config)
     kv = _least_state_bytes(config, describe_states(config, stateful_layers(*modules)))
     if weights + kv <= _obtainable_bytes(config):
         return
@@ -76,7 +76,10 @@ def check_room(config: Config) -> None:
 
 def weight_bytes(config: Config) -> int:
     """Return the bytes of the weights of a model and its draft head."""
-    return sum(map(parameter_bytes, _describe_modules(config)))
+    sizes = list(map(parameter_bytes, _describe_modules(config)))
+    if config.device.packed:
+        sizes[0] = packed_bytes(config)
+    return sum(sizes)
 
 
 def _least_state_bytes(config: Config, layout: StateLayout) -> int:

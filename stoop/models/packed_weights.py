@@ -1,0 +1,97 @@
+"""Loading matrices that stay quantised, and keeping them as the kernels want them.
+
+The first start repacks a checkpoint's blocks and writes the result beside it. Later starts map that
+file: nothing is copied, and only what is used is read.
+"""
+
+import json
+import logging
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from stoop.checkpoint.weights import WeightReader
+from stoop.layers.weights import MatrixLayer, WeightView
+from stoop.models.base import Module
+from stoop.ops.packed import Q8_0, common_format
+
+log = logging.getLogger(__name__)
+
+FILE = "packed.safetensors"
+KEY = "stoop.packed"  # of the file's metadata
+VERSION = 1  # of the layout of packed matrices
+
+
+def store_quantized(module: Module, reader: WeightReader) -> None:
+    """Give each matrix the packed format of its parts in the checkpoint. Call before allocation.
+
+    A matrix with a part that has no packed format, or odd sizes, stays dense.
+    """
+    parts: dict[MatrixLayer, list[WeightView]] = defaultdict(list)
+    for view in module.weight_views():
+        if view.layer is not None:
+            parts[view.layer].append(view)
+    for layer, views in parts.items():
+        found = [reader.quantized(view.name) for view in views]
+        scheme = common_format([rows.kind if rows else "" for rows in found])
+        if scheme is not None and scheme.fits([view.shape[0] for view in views], layer.num_inputs):
+            layer.store_as(torch.float32, scheme)
+
+
+def store_in_8_bits(module: Module) -> None:
+    """Round the matrices of a draft head, which can only change what it drafts."""
+    for layer in cast(nn.Module, module).modules():
+        if isinstance(layer, MatrixLayer) and layer.num_outputs:
+            if Q8_0.fits([layer.num_outputs], layer.num_inputs):
+                layer.store_as(torch.float32, Q8_0)
+
+
+def map_saved(module: Module, folder: Path) -> bool:
+    """Fill a module on the meta device from the file of an earlier start, if there is one."""
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / FILE
+    if not path.is_file():
+        return False
+    wanted = dict(cast(nn.Module, module).named_parameters())
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            if json.loads((file.metadata() or {}).get(KEY, "null")) != _origin(folder):
+                return False
+            found = {name: file.get_tensor(name) for name in wanted}
+    except (SafetensorError, OSError, ValueError) as error:
+        log.warning("%s cannot be used (%s) and is written again", path, error)
+        return False
+    for name, tensor in found.items():
+        if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
+            return False
+    for name, tensor in found.items():
+        owner, _, attribute = name.rpartition(".")
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        setattr(cast(nn.Module, module).get_submodule(owner), attribute, parameter)
+    return True
+
+
+def save(module: Module, folder: Path) -> None:
+    """Write the file for later starts. A folder that cannot be written is left alone."""
+    from safetensors.torch import save_file
+
+    path = folder / FILE
+    fresh = path.with_name(f".{FILE}-{os.getpid()}")
+    tensors = {name: each.data for name, each in cast(nn.Module, module).named_parameters()}
+    try:
+        save_file(tensors, fresh, metadata={KEY: json.dumps(_origin(folder))})
+        os.replace(fresh, path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        log.info("%s cannot be written (%s): the next start packs weights again", path, error)
+
+
+def _origin(folder: Path) -> dict[str, Any]:
+    """What the file was made from."""
+    files = sorted(folder.glob("model*.safetensors"))
+    return {"version": VERSION, "files": [[f.name, f.stat().st_size] for f in files]}

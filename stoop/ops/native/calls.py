@@ -1,0 +1,111 @@
+"""Calls of the library as operations of torch, which the tape and the sanitizer see."""
+
+from ctypes import addressof
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stoop.ops.library import register
+from stoop.ops.native.library import Batch as BatchStruct
+from stoop.ops.native.library import Heads, Matrix, Native, address, find_native
+
+TILE = 16
+
+
+def native() -> Native:
+    found = find_native()
+    assert found is not None, "no CPU kernels here: ask find_native first"
+    return found
+
+
+def as_matrix(data: Tensor, number: int, num_inputs: int) -> Matrix:
+    """data: [tiles, groups, group_bytes]; number: of the format"""
+    num_tiles, num_groups, group_bytes = data.shape
+    assert data.is_contiguous()
+    return Matrix(data.data_ptr(), num_tiles * TILE, num_inputs, number, num_groups * group_bytes)
+
+
+@register(
+    "packed_product(Tensor x, Tensor data, Tensor? bias, Tensor? norm, float eps, int format, "
+    "int kind, Tensor(a!) out) -> ()"
+)
+def packed_product(
+    x: Tensor,
+    data: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    format: int,
+    kind: int,
+    out: Tensor,
+) -> None:
+    """x @ matrix.T + bias, of rms_norm(x) if there is a norm; gated as `kind` says."""
+    library = native()
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    matrix = as_matrix(data, format, x.shape[1])
+    library.product(
+        library.team,
+        addressof(matrix),
+        address(bias),
+        x.data_ptr(),
+        x.stride(0),
+        address(norm),
+        eps,
+        x.shape[0],
+        out.data_ptr(),
+        out.stride(0),
+        kind,
+    )
+
+
+@register("packed_rows(Tensor ids, Tensor data, int format, Tensor(a!) out) -> ()")
+def packed_rows(ids: Tensor, data: Tensor, format: int, out: Tensor) -> None:
+    """Rows of a matrix in float32. ids: [n]; out: [n, inputs]"""
+    ids = ids.to(torch.int64).contiguous()
+    matrix = as_matrix(data, format, out.shape[1])
+    native().rows(addressof(matrix), ids.data_ptr(), ids.shape[0], out.data_ptr())
+
+
+class BatchRows(NamedTuple):
+    """What attention reads of a batch's rows; all of it when it runs."""
+
+    query_start_loc: Tensor  # [num_reqs + 1] int32
+    context_lens: Tensor  # [num_reqs] int32
+    seq_lens: Tensor  # [num_reqs] int32
+    row_slots: Tensor  # [num_reqs] int64
+    block_table: Tensor  # [slots + 1, max_blocks] int32
+
+    def as_batch(
+        self, num_tokens: int, slot_mapping: Tensor | None = None, positions: Tensor | None = None
+    ) -> BatchStruct:
+        pointers = [each.data_ptr() for each in self]
+        num_reqs, max_blocks = self.row_slots.shape[0], self.block_table.stride(0)
+        places = (address(slot_mapping), address(positions))
+        return BatchStruct(num_tokens, num_reqs, *pointers, max_blocks, *places)
+
+
+@register(
+    "native_attend(Tensor q, Tensor cache, Tensor[] rows, float scale, int window, "
+    "Tensor(a!) out) -> ()"
+)
+def native_attend(
+    q: Tensor, cache: Tensor, rows: list[Tensor], scale: float, window: int, out: Tensor
+) -> None:
+    """q, out: [tokens, heads, head_dim]; cache: [2, num_blocks, block_size, kv_heads, head_dim]"""
+    library = native()
+    q = q.contiguous()
+    num_tokens, num_heads, head_dim = q.shape
+    heads = Heads(num_heads, cache.shape[3], head_dim, cache.shape[2], window, scale)
+    batch = BatchRows(*rows).as_batch(num_tokens)
+    library.attend(
+        library.team,
+        addressof(batch),
+        addressof(heads),
+        q.data_ptr(),
+        num_heads * head_dim,
+        cache.data_ptr(),
+        cache.stride(0),
+        out.data_ptr(),
+    )

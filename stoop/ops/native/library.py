@@ -1,0 +1,200 @@
+"""The compiled library: its structures, its functions, and its team of threads.
+
+One library and one team serve a process. Structures mirror those in `src/`; `VERSION` changes with
+them.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoop.core.report import Report
+from stoop.ops.native.build import BuildError, build, load
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+STORE, GATED = 0, 2  # what a product does with its results
+# How long idle threads spin for the next call before they sleep: about the host's part of a step.
+SPIN_MICROSECONDS = 3000
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("num_outputs", c_int32),
+        ("num_inputs", c_int32),
+        ("format", c_int32),
+        ("tile_bytes", c_int32),
+    )
+
+
+class Heads(ctypes.Structure):
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+    )
+
+
+class HeadNorms(ctypes.Structure):
+    _fields_ = (("q", c_void_p), ("k", c_void_p), ("eps", c_float))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("qkv", Matrix),
+        ("o", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("qkv_bias", c_void_p),
+        ("o_bias", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("head_norms", HeadNorms),
+        ("cache", c_void_p),
+        ("cache_part", c_int64),
+        ("tap", c_void_p),
+        ("heads", Heads),
+        ("eps", c_float),
+    )
+
+
+class Stack(ctypes.Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        ("num_layers", c_int64),
+        ("hidden_size", c_int64),
+        ("intermediate_size", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("tap_stride", c_int64),
+    )
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_reqs", c_int64),
+        ("query_start_loc", c_void_p),
+        ("context_lens", c_void_p),
+        ("seq_lens", c_void_p),
+        ("row_slots", c_void_p),
+        ("block_table", c_void_p),
+        ("max_blocks", c_int64),
+        ("slot_mapping", c_void_p),
+        ("positions", c_void_p),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "stoop_version": (c_int, []),
+    "stoop_isa": (ctypes.c_char_p, []),
+    "stoop_start": (c_void_p, [c_int]),
+    "stoop_stop": (None, [c_void_p]),
+    "stoop_spin": (None, [c_void_p, c_int]),
+    "stoop_group_bytes": (c_int64, [c_int]),
+    "stoop_layers": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
+    "stoop_product": (
+        None,
+        [
+            c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_int64, c_void_p,
+            c_int64, c_int,
+        ],
+    ),
+    "stoop_attend": (
+        None,
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
+    ),
+    "stoop_rows": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+}  # fmt: skip
+
+
+class Native:
+    """The loaded library, with a team of as many threads as torch uses."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, (returned, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = returned, arguments
+        found = library.stoop_version()
+        if found != VERSION:
+            raise BuildError(f"the library has version {found} instead of {VERSION}")
+        self._library = library
+        self.isa = library.stoop_isa().decode()
+        self.layers: Callable[..., None] = library.stoop_layers
+        self.product: Callable[..., None] = library.stoop_product
+        self.attend: Callable[..., None] = library.stoop_attend
+        self.rows: Callable[..., None] = library.stoop_rows
+        self.group_bytes: Callable[[int], int] = library.stoop_group_bytes
+        self.num_threads = 0
+        self.team: int | None = None
+        self._spin = 0
+        self._lock = threading.Lock()
+        self.start(torch.get_num_threads())
+
+    def start(self, num_threads: int) -> None:
+        """Have a team of this size. Not while another thread is in a call."""
+        with self._lock:
+            if num_threads == self.num_threads:
+                return
+            if self.team is not None:
+                self._library.stoop_stop(self.team)
+            self.team = self._library.stoop_start(num_threads)
+            self.num_threads = num_threads
+            self._library.stoop_spin(self.team, self._spin)
+
+    def set_spinning(self, spins: bool) -> None:
+        """Whether idle threads wait for the next call at a cost: on cores that nobody else needs"""
+        self._spin = SPIN_MICROSECONDS if spins else 0
+        if self.team is not None:
+            self._library.stoop_spin(self.team, self._spin)
+
+    def forget_team(self) -> None:
+        """In a forked child, which has none of its parent's threads."""
+        self._lock = threading.Lock()
+        self.team, num_threads = None, self.num_threads
+        self.num_threads = 0
+        self.start(num_threads)
+
+
+_lock = threading.Lock()
+_native: Native | None = None
+_problem: str | None = None  # why there is no library
+
+
+def find_native(report: Report | None = None) -> Native | None:
+    """The library, compiled at the first call in a new environment; None if it cannot be had."""
+    global _native, _problem
+    if _native is not None or _problem is not None:
+        return _native
+    with _lock:
+        if _native is None and _problem is None:
+            try:
+                _native = Native(load(build(report)))
+                os.register_at_fork(after_in_child=_native.forget_team)
+                log.info("CPU kernels: %s, %d threads", _native.isa, _native.num_threads)
+            except BuildError as error:
+                _problem = str(error)
+    return _native
+
+
+def native_problem() -> str | None:
+    """Why `find_native` returned None, as a clause."""
+    return _problem
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,233 @@
+// Products with packed matrices.
+//
+// A matrix [outputs, inputs] is cut into tiles of 16 outputs, and a tile into groups of 16 or 32
+// inputs. A group of a tile lies in one piece: the codes, then 16 scales, then 16 minima if there
+// are any. A weight is scale * code, or scale * code + minimum. A lane of a vector is one output, so
+// nothing is summed across lanes.
+//
+//   4 bits: for every eight inputs 16 words, one an output; input n has bits 4n to 4n + 3
+//   8 bits: for every input 16 bytes, one an output
+//
+// One output of one token is always computed by the same sequence of operations, whatever the number
+// of tokens and threads. So the result of a token does not depend on what else is in the batch.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+struct Matrix {
+    const uint8_t* data;
+    int32_t num_outputs;
+    int32_t num_inputs;
+    int32_t format;
+    int32_t tile_bytes;
+};
+
+// Named after the GGUF types that they hold exactly. WIDE holds any of them.
+enum Format : int32_t { Q4_1 = 0, Q4_0 = 1, Q8_0 = 2, Q4_K = 3, Q6_K = 4, WIDE = 5 };
+
+template <int BITS, int GROUP, int SCALE_BYTES, bool MIN, bool SIGN> struct Layout {
+    static constexpr int bits = BITS, group = GROUP, scale_bytes = SCALE_BYTES;
+    static constexpr bool min = MIN, sign = SIGN;  // sign: 4-bit codes stand for -8 to 7
+    static constexpr int code_bytes = LANES * GROUP * BITS / 8;
+};
+template <Format> struct Traits;
+template <> struct Traits<Q4_1> : Layout<4, 32, 2, true, false> {};
+template <> struct Traits<Q4_0> : Layout<4, 32, 2, false, true> {};
+template <> struct Traits<Q8_0> : Layout<8, 32, 2, false, true> {};
+template <> struct Traits<Q4_K> : Layout<4, 32, 4, true, false> {};
+template <> struct Traits<Q6_K> : Layout<8, 16, 4, false, true> {};
+template <> struct Traits<WIDE> : Layout<8, 16, 4, true, true> {};
+
+// Calls `call` with the traits of a format: one switch for all functions.
+template <class Call> inline void with_format(int32_t format, Call call) {
+    switch (format) {
+        case Q4_1: return call(Traits<Q4_1>());
+        case Q4_0: return call(Traits<Q4_0>());
+        case Q8_0: return call(Traits<Q8_0>());
+        case Q4_K: return call(Traits<Q4_K>());
+        case Q6_K: return call(Traits<Q6_K>());
+        case WIDE: return call(Traits<WIDE>());
+    }
+}
+
+template <class P> constexpr int group_bytes() { return P::code_bytes + LANES * P::scale_bytes * (P::min ? 2 : 1); }
+
+constexpr float UNSIGNED_CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr float SIGNED_CODES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+
+template <class P> inline Vec load_scales(const uint8_t* p) {
+    if constexpr (P::scale_bytes == 2) return load_half(p);
+    else return load(reinterpret_cast<const float*>(p));
+}
+
+// What a product reads of its tokens. Formats with minima need sums of groups of inputs.
+struct Tokens {
+    const float* rows;
+    int64_t width;      // from row to row
+    const float* sums;  // [tokens, width / 32 + width / 16]: of groups of 32, then of groups of 16
+    int64_t sums_stride() const { return width / 32 + width / 16; }
+    template <int GROUP> const float* sums_of(int64_t token) const {
+        return sums + token * sums_stride() + (GROUP == 16 ? width / 32 : 0);
+    }
+};
+
+// Add code * input for eight inputs of 4-bit codes, for NT tiles and T tokens.
+template <int T, int NT, int N>
+inline __attribute__((always_inline)) void add_codes(
+    const Codebook& book, const Words* words, const float* const* x, int k, Vec (*acc)[T]) {
+#pragma GCC unroll 8
+    for (int tile = 0; tile < NT; tile++) {
+        Vec code = book.code<N>(words[tile]);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) acc[tile][t] = fma(code, all(x[t][k + N]), acc[tile][t]);
+    }
+    if constexpr (N < 7) add_codes<T, NT, N + 1>(book, words, x, k, acc);
+}
+
+// The products of NT neighbouring tiles with T tokens, from token `first` on.
+template <class P, int T, int NT>
+inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t first, Vec (*out)[T]) {
+    constexpr int step = group_bytes<P>();
+    const uint8_t* data = m.data + int64_t(tile) * m.tile_bytes;
+    const int64_t sums_stride = tokens.sums_stride();
+    const float* x[T];  // one pointer a token: compilers then need no arithmetic for addresses
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) x[t] = tokens.rows + (first + t) * tokens.width;
+    const float* sums = tokens.sums_of<P::group>(first);
+    const Codebook book(P::sign ? SIGNED_CODES : UNSIGNED_CODES);
+#pragma GCC unroll 8
+    for (int i = 0; i < NT; i++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) out[i][t] = zero();
+    const int num_groups = m.num_inputs / P::group;
+    for (int g = 0; g < num_groups; g++, data += step) {
+        Vec acc[NT][T];
+#pragma GCC unroll 8
+        for (int i = 0; i < NT; i++)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) acc[i][t] = zero();
+        if constexpr (P::bits == 4) {
+#pragma GCC unroll 4
+            for (int eight = 0; eight < P::group / 8; eight++) {
+                Words words[NT];
+#pragma GCC unroll 8
+                for (int i = 0; i < NT; i++)
+                    words[i] = load_words(data + int64_t(i) * m.tile_bytes + 64 * eight);
+                add_codes<T, NT, 0>(book, words, x, 8 * eight, acc);
+            }
+        } else {
+#pragma GCC unroll 32
+            for (int k = 0; k < P::group; k++)
+#pragma GCC unroll 8
+                for (int i = 0; i < NT; i++) {
+                    Vec code = load_int8(data + int64_t(i) * m.tile_bytes + LANES * k);
+#pragma GCC unroll 8
+                    for (int t = 0; t < T; t++) acc[i][t] = fma(code, all(x[t][k]), acc[i][t]);
+                }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) x[t] += P::group;
+#pragma GCC unroll 8
+        for (int i = 0; i < NT; i++) {
+            const uint8_t* scales = data + int64_t(i) * m.tile_bytes + P::code_bytes;
+            Vec scale = load_scales<P>(scales);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) out[i][t] = fma(scale, acc[i][t], out[i][t]);
+            if constexpr (P::min) {
+                Vec low = load_scales<P>(scales + LANES * P::scale_bytes);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; t++)
+                    out[i][t] = fma(low, all(sums[t * sums_stride + g]), out[i][t]);
+            }
+        }
+    }
+}
+
+// One token needs several tiles to keep the multipliers busy. Measured on an AMD EPYC (Zen 4).
+constexpr int tiles_at_once(int tokens) { return tokens == 1 ? 6 : tokens == 2 ? 4 : 1; }
+
+// Calls finish(tile, token, values) for tiles [begin, end) and T tokens.
+template <class P, int T, class Finish>
+inline void run_tiles(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t first, Finish& finish) {
+    constexpr int NT = tiles_at_once(T);
+    int tile = begin;
+    for (; tile + NT <= end; tile += NT) {
+        Vec out[NT][T];
+        multiply<P, T, NT>(m, tile, tokens, first, out);
+        for (int i = 0; i < NT; i++)
+            for (int t = 0; t < T; t++) finish(tile + i, first + t, out[i][t]);
+    }
+    for (; tile < end; tile++) {
+        Vec out[1][T];
+        multiply<P, T, 1>(m, tile, tokens, first, out);
+        for (int t = 0; t < T; t++) finish(tile, first + t, out[0][t]);
+    }
+}
+
+// Runs as many of the `count` tokens as one pass over tiles takes; returns their number.
+template <class P, class Finish>
+inline int run_pass(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t first, int64_t count, Finish& finish) {
+#if STOOP_AVX512
+    if (count >= 8) return run_tiles<P, 8>(m, begin, end, tokens, first, finish), 8;
+    if (count >= 6) return run_tiles<P, 6>(m, begin, end, tokens, first, finish), 6;
+#endif
+    if (count >= 4) return run_tiles<P, 4>(m, begin, end, tokens, first, finish), 4;
+    if (count == 3) return run_tiles<P, 3>(m, begin, end, tokens, first, finish), 3;
+    if (count == 2) return run_tiles<P, 2>(m, begin, end, tokens, first, finish), 2;
+    return run_tiles<P, 1>(m, begin, end, tokens, first, finish), 1;
+}
+
+// Inputs of a block of tokens, and a block of tiles, stay in the caches of a core.
+constexpr int TOKEN_BLOCK = 64, TILE_BLOCK = 6;
+
+// The product of tokens with tiles [begin, end) of a matrix; calls finish(tile, token, values).
+template <class Finish>
+inline void product(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t num_tokens, Finish finish) {
+    with_format(m.format, [&](auto traits) {
+        using P = decltype(traits);
+        int tiles = num_tokens <= 4 ? end - begin : TILE_BLOCK;  // so few tokens take one pass
+        for (int64_t block = 0; block < num_tokens; block += TOKEN_BLOCK) {
+            int64_t last = std::min<int64_t>(block + TOKEN_BLOCK, num_tokens);
+            for (int tile = begin; tile < end; tile += tiles)
+                for (int64_t t = block; t < last;)
+                    t += run_pass<P>(m, tile, std::min(tile + tiles, end), tokens, t, last - t, finish);
+        }
+    });
+}
+
+// One row of a matrix, as floats
+inline void unpack_row(const Matrix& m, int64_t row, float* out) {
+    with_format(m.format, [&](auto traits) {
+        using P = decltype(traits);
+        int lane = int(row % LANES);
+        const uint8_t* data = m.data + row / LANES * m.tile_bytes;
+        auto number = [&](const uint8_t* p) {
+            uint16_t half;
+            float value;
+            if constexpr (P::scale_bytes == 2) {
+                std::memcpy(&half, p + 2 * lane, 2);
+                value = half_to_float(half);
+            } else {
+                std::memcpy(&value, p + 4 * lane, 4);
+            }
+            return value;
+        };
+        for (int k = 0; k < m.num_inputs; k += P::group, data += group_bytes<P>()) {
+            float scale = number(data + P::code_bytes);
+            float low = P::min ? number(data + P::code_bytes + LANES * P::scale_bytes) : 0.f;
+            for (int i = 0; i < P::group; i++) {
+                float code;
+                if constexpr (P::bits == 8) {
+                    code = float(int8_t(data[LANES * i + lane]));
+                } else {
+                    uint32_t word;
+                    std::memcpy(&word, data + 64 * (i / 8) + 4 * lane, 4);
+                    code = float(word >> 4 * (i % 8) & 15) - (P::sign ? 8.f : 0.f);
+                }
+                out[k + i] = scale * code + low;
+            }
+        }
+    });
+}

@@ -1,0 +1,312 @@
+// The C interface: what stoop/ops/native calls through ctypes.
+#include "layers.h"
+#include "pool.h"
+
+#include <memory>
+#include <mutex>
+
+namespace {
+
+struct Layer {
+    const float* input_norm;
+    const float* post_norm;
+    Matrix qkv, o, gate_up, down;
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // null without a bias
+    HeadNorms head_norms;
+    float* cache;        // [2, num_blocks * block_size, kv_heads, head_dim]
+    int64_t cache_part;  // from keys to values, in floats
+    float* tap;          // where the stream is copied as it enters the layer; null for no copy
+    Heads heads;
+    float eps;
+};
+
+struct Stack {
+    const Layer* layers;
+    int64_t num_layers;
+    int64_t hidden_size;
+    int64_t intermediate_size;
+    Rotary rotary;
+    int64_t tap_stride;  // from token to token, in floats
+};
+
+int first_share(int count, int thread, int num_threads) { return int(int64_t(count) * thread / num_threads); }
+
+// Memory of a pass, shared by all threads
+class Scratch {
+public:
+    float* take(int64_t count) {
+        int64_t start = used_;
+        used_ += (count + LANES - 1) / LANES * LANES;
+        return reinterpret_cast<float*>(start * 4);  // an offset until `place`
+    }
+    void place() {
+        if (used_ > size_) {
+            memory_.reset(static_cast<float*>(std::aligned_alloc(64, size_t(used_) * 4)));
+            size_ = used_;
+        }
+    }
+    float* at(float* offset) const { return memory_.get() + reinterpret_cast<int64_t>(offset) / 4; }
+    void restart() { used_ = 0; }
+
+private:
+    struct Free {
+        void operator()(float* p) const { std::free(p); }
+    };
+    std::unique_ptr<float, Free> memory_;
+    int64_t used_ = 0, size_ = 0;
+};
+
+struct Engine {
+    explicit Engine(int num_threads) : team(num_threads) {}
+    Team team;
+    Scratch scratch;
+    std::mutex in_use;  // callers on several threads take turns
+};
+
+// Rows of inputs and their group sums, made once for all threads
+struct Inputs {
+    float* rows;
+    float* sums;
+    int64_t width;
+    Tokens tokens() const { return {rows, width, sums}; }
+    float* sums_of(int64_t token) const { return sums + token * tokens().sums_stride(); }
+};
+
+// Each thread makes a share of the rows; all wait until every row is there.
+template <class Make> void for_rows(int64_t num_rows, int thread, Team& team, Make make) {
+    int64_t begin = first_share(int(num_rows), thread, team.size());
+    int64_t end = first_share(int(num_rows), thread + 1, team.size());
+    for (int64_t row = begin; row < end; row++) make(row);
+    team.barrier();
+}
+
+void fill_normed(const float* x, int64_t stride, const float* norm, float eps, int64_t num_tokens, Inputs to, int thread,
+                 Team& team) {
+    for_rows(num_tokens, thread, team, [&](int64_t t) {
+        float* row = to.rows + t * to.width;
+        if (norm) rms_norm(x + t * stride, norm, eps, to.width, row);
+        else if (row != x + t * stride) std::memcpy(row, x + t * stride, size_t(to.width) * 4);
+        sum_groups(row, to.width, to.sums_of(t));
+    });
+}
+
+Vec biased(Vec value, const float* bias, int tile) { return bias ? value + load(bias + LANES * tile) : value; }
+
+struct Share {
+    int begin, end;
+    Share(const Matrix& m, int thread, Team& team)
+        : begin(first_share(m.num_outputs / LANES, thread, team.size())),
+          end(first_share(m.num_outputs / LANES, thread + 1, team.size())) {}
+};
+
+void multiply_into(const Matrix& m, const float* bias, const Inputs& in, int64_t num_tokens, float* out, int64_t stride,
+                   bool add, int thread, Team& team) {
+    Share share(m, thread, team);
+    product(m, share.begin, share.end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+        float* to = out + t * stride + LANES * tile;
+        value = biased(value, bias, tile);
+        store(to, add ? load(to) + value : value);
+    });
+    team.barrier();
+}
+
+// silu(gate) * up, where the first half of the outputs is gate
+void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_t num_tokens, float* out, int64_t stride,
+                    int thread, Team& team) {
+    const int half = m.num_outputs / 2 / LANES;
+    Matrix gate = m, up = m;
+    gate.num_outputs = up.num_outputs = m.num_outputs / 2;
+    up.data += int64_t(half) * m.tile_bytes;
+    Share share(gate, thread, team);
+    product(gate, share.begin, share.end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+        store(out + t * stride + LANES * tile, silu(biased(value, bias, tile)));
+    });
+    product(up, share.begin, share.end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+        float* to = out + t * stride + LANES * tile;
+        store(to, load(to) * biased(value, bias, half + tile));
+    });
+    team.barrier();
+}
+
+void attend(const AttentionCall& call, int thread, Team& team) {
+    const Batch& batch = call.batch;
+    const int num_heads = call.heads.num_heads;
+    // Items in order of rows, blocks of queries, heads; a thread takes a run of them.
+    int64_t num_blocks = 0;
+    for (int64_t row = 0; row < batch.num_reqs; row++)
+        num_blocks += (batch.query_start_loc[row + 1] - batch.query_start_loc[row] + QUERY_BLOCK - 1) / QUERY_BLOCK;
+    const bool few = num_blocks < 4 * team.size();
+    int64_t item = 0, total = num_blocks * num_heads;
+    int64_t begin = total * thread / team.size(), end = total * (thread + 1) / team.size();
+    for (int64_t row = 0; row < batch.num_reqs; row++) {
+        int64_t count = batch.query_start_loc[row + 1] - batch.query_start_loc[row];
+        for (int64_t first = 0; first < count; first += QUERY_BLOCK)
+            for (int head = 0; head < num_heads; head++, item++) {
+                // Blocks of a long prompt take longer the later they are, so they are dealt out.
+                bool mine = few ? item >= begin && item < end : (item / num_heads) % team.size() == thread;
+                if (mine) call.run(row, head, first, std::min<int64_t>(first + QUERY_BLOCK, count));
+            }
+    }
+    if (thread == 0) {
+        int64_t live = batch.query_start_loc[batch.num_reqs];
+        if (live < batch.num_tokens)
+            std::memset(call.out + live * call.out_stride, 0, size_t((batch.num_tokens - live) * call.out_stride) * 4);
+    }
+}
+
+struct StackRun {
+    const Stack& stack;
+    const Batch& batch;
+    float* stream;
+    const float* input;   // of the first layer's attention, instead of the normed stream; or null
+    int64_t input_width;
+    Inputs first, normed, attended, gated;
+    float* qkv;
+};
+
+void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) {
+    const Batch& batch = run.batch;
+    const int64_t hidden = run.stack.hidden_size, num_tokens = batch.num_tokens;
+    const int64_t width = layer.qkv.num_outputs, q_size = int64_t(layer.heads.num_heads) * layer.heads.head_dim;
+    if (layer.tap)
+        for (int64_t t = thread; t < num_tokens; t += team.size())
+            std::memcpy(layer.tap + t * run.stack.tap_stride, run.stream + t * hidden, size_t(hidden) * 4);
+    const bool given = run.input && &layer == run.stack.layers;
+    if (given) fill_normed(run.input, run.input_width, nullptr, 0.f, num_tokens, run.first, thread, team);
+    else fill_normed(run.stream, hidden, layer.input_norm, layer.eps, num_tokens, run.normed, thread, team);
+    const Inputs& input = given ? run.first : run.normed;
+    multiply_into(layer.qkv, layer.qkv_bias, input, num_tokens, run.qkv, width, false, thread, team);
+    for_rows(num_tokens, thread, team, [&](int64_t t) {
+        rotate_and_store(run.qkv + t * width, t, batch, layer.heads, run.stack.rotary, layer.head_norms, layer.cache,
+                         layer.cache_part);
+    });
+    attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, run.attended.rows, q_size}, thread, team);
+    team.barrier();
+    fill_normed(run.attended.rows, q_size, nullptr, 0.f, num_tokens, run.attended, thread, team);
+    multiply_into(layer.o, layer.o_bias, run.attended, num_tokens, run.stream, hidden, true, thread, team);
+    fill_normed(run.stream, hidden, layer.post_norm, layer.eps, num_tokens, run.normed, thread, team);
+    multiply_gated(layer.gate_up, layer.gate_up_bias, run.normed, num_tokens, run.gated.rows, run.gated.width, thread, team);
+    fill_normed(run.gated.rows, run.gated.width, nullptr, 0.f, num_tokens, run.gated, thread, team);
+    multiply_into(layer.down, layer.down_bias, run.gated, num_tokens, run.stream, hidden, true, thread, team);
+}
+
+struct ProductRun {
+    Matrix matrix;
+    const float* bias;
+    const float* x;
+    int64_t x_stride;
+    const float* norm;
+    float eps;
+    int64_t num_tokens;
+    float* out;
+    int64_t out_stride;
+    int32_t kind;  // 0: store, 1: add to `out`, 2: gated
+    Inputs inputs;
+};
+
+Inputs take_inputs(Scratch& scratch, int64_t num_tokens, int64_t width) {
+    return {scratch.take(num_tokens * width), scratch.take(num_tokens * (width / 32 + width / 16)), width};
+}
+
+void place_inputs(const Scratch& scratch, Inputs& inputs) {
+    inputs.rows = scratch.at(inputs.rows);
+    inputs.sums = scratch.at(inputs.sums);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Changes whenever a structure or a signature below does.
+int stoop_version() { return 1; }
+
+const char* stoop_isa() {
+#if STOOP_AVX512
+    return "avx512";
+#elif STOOP_AVX2
+    return "avx2";
+#else
+    return "generic";
+#endif
+}
+
+void* stoop_start(int num_threads) { return new Engine(num_threads); }
+void stoop_stop(void* engine) { delete static_cast<Engine*>(engine); }
+int stoop_num_threads(void* engine) { return static_cast<Engine*>(engine)->team.size(); }
+void stoop_spin(void* engine, int microseconds) { static_cast<Engine*>(engine)->team.set_spin(microseconds); }
+
+int64_t stoop_group_bytes(int format) {
+    int64_t bytes = 0;
+    with_format(format, [&](auto traits) { bytes = group_bytes<decltype(traits)>(); });
+    return bytes;
+}
+
+// Adds attention and MLP of all layers to the stream [tokens, hidden_size].
+// input: [tokens, input_width], what the first layer attends over instead of the normed stream; or null
+void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* stream, const float* input,
+                  int64_t input_width) {
+    auto& engine = *static_cast<Engine*>(handle);
+    std::lock_guard<std::mutex> lock(engine.in_use);
+    const Layer& first = stack->layers[0];
+    Scratch& scratch = engine.scratch;
+    const int64_t num_tokens = batch->num_tokens, q_size = int64_t(first.heads.num_heads) * first.heads.head_dim;
+    scratch.restart();
+    StackRun run{*stack, *batch, stream, input, input_width,
+                 take_inputs(scratch, input ? num_tokens : 0, input_width),
+                 take_inputs(scratch, num_tokens, stack->hidden_size),
+                 take_inputs(scratch, num_tokens, q_size),
+                 take_inputs(scratch, num_tokens, stack->intermediate_size),
+                 scratch.take(num_tokens * first.qkv.num_outputs)};
+    scratch.place();
+    for (Inputs* inputs : {&run.first, &run.normed, &run.attended, &run.gated}) place_inputs(scratch, *inputs);
+    run.qkv = scratch.at(run.qkv);
+    engine.team.run(
+        [](void* argument, int thread, Team& team) {
+            auto& run = *static_cast<StackRun*>(argument);
+            for (int64_t i = 0; i < run.stack.num_layers; i++) run_layer(run, run.stack.layers[i], thread, team);
+        },
+        &run);
+}
+
+// x @ matrix.T + bias, of rms_norm(x) if there is a norm
+void stoop_product(void* handle, const Matrix* matrix, const float* bias, const float* x, int64_t x_stride,
+                   const float* norm, float eps, int64_t num_tokens, float* out, int64_t out_stride, int kind) {
+    auto& engine = *static_cast<Engine*>(handle);
+    std::lock_guard<std::mutex> lock(engine.in_use);
+    engine.scratch.restart();
+    ProductRun run{*matrix, bias, x, x_stride, norm, eps, num_tokens, out, out_stride, kind,
+                   take_inputs(engine.scratch, num_tokens, matrix->num_inputs)};
+    engine.scratch.place();
+    place_inputs(engine.scratch, run.inputs);
+    engine.team.run(
+        [](void* argument, int thread, Team& team) {
+            auto& run = *static_cast<ProductRun*>(argument);
+            fill_normed(run.x, run.x_stride, run.norm, run.eps, run.num_tokens, run.inputs, thread, team);
+            if (run.kind == 2)
+                multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, thread, team);
+            else
+                multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, run.kind == 1,
+                              thread, team);
+        },
+        &run);
+}
+
+// Attention alone: q [tokens, heads, head_dim] over a cache that has this step's keys already
+void stoop_attend(void* handle, const Batch* batch, const Heads* heads, const float* q, int64_t q_stride,
+                  const float* cache, int64_t cache_part, float* out) {
+    auto& engine = *static_cast<Engine*>(handle);
+    std::lock_guard<std::mutex> lock(engine.in_use);
+    AttentionCall call{q, q_stride, cache, cache_part, *batch, *heads, out, int64_t(heads->num_heads) * heads->head_dim};
+    engine.team.run([](void* argument, int thread, Team& team) { attend(*static_cast<AttentionCall*>(argument), thread, team); },
+                    &call);
+}
+
+// Rows of a matrix as floats: an embedding. Ids outside the matrix give zeros.
+void stoop_rows(const Matrix* matrix, const int64_t* ids, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i++) {
+        float* to = out + i * matrix->num_inputs;
+        if (ids[i] < 0 || ids[i] >= matrix->num_outputs) std::memset(to, 0, size_t(matrix->num_inputs) * 4);
+        else unpack_row(*matrix, ids[i], to);
+    }
+}
+}
