@@ -84,7 +84,18 @@ def _ebnf(grammar: Any, asked: StructuredOutputs) -> Any:
 
 def _structural_tag(grammar: Any, asked: StructuredOutputs) -> Any:
     tag = _checked(read_json("structural_tag", asked.structural_tag))
-    return grammar.from_structural_tag(json.dumps(tag))
+    built = grammar.from_structural_tag(json.dumps(tag))
+    try:
+        return _mended(grammar, built)
+    except Exception as error:
+        if "ExcludeToken()" not in str(built):
+            raise
+        # The library prints it so, and cannot read it.
+        raise RequestError(
+            "structured_outputs.structural_tag has any_tokens or exclude_token without "
+            "exclude_tokens beside a schema, pattern or grammar: name a token to exclude, or use "
+            "any_text"
+        ) from error
 
 
 def _checked(part: Any) -> Any:
