@@ -136,16 +136,14 @@ class _Compiler:
     def compile(self, asked: StructuredOutputs) -> Compiled:
         grammar = parse(asked)  # first: it needs no vocabulary
         xgrammar = load_xgrammar()
-        with self._lock:
-            vocabulary, info = self._load()
+        vocabulary, info = self.load()
         compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
         compiled = compiler.compile_grammar(grammar)
         return Compiled(compiled, vocabulary, int(compiled.memory_size_bytes))
 
-    def load(self) -> None:
-        """Do now what the first grammar would wait for. An error comes again with a grammar."""
-        with contextlib.suppress(Exception), self._lock:
-            self._load()
+    def load(self) -> tuple[Vocabulary, Any]:
+        with self._lock:
+            return self._load()
 
     def _load(self) -> tuple[Vocabulary, Any]:
         """The vocabulary, for us and for the library."""
@@ -184,8 +182,12 @@ class GrammarStore:
         self._crew: Crew | None = None
 
     def warm_up(self) -> None:
-        """Load the library and the vocabulary, in a thread: the first grammar takes less time."""
-        threading.Thread(target=self._compiler.load, name="stoop-warm-up", daemon=True).start()
+        """Load the library and the vocabulary, so that the first grammar need not wait for them.
+
+        An error comes again with a grammar.
+        """
+        with contextlib.suppress(Exception):
+            self._compiler.load()
 
     def request(self, asked: StructuredOutputs) -> PendingGrammar:
         """Find a grammar or start to compile it. Does not wait."""

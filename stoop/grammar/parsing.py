@@ -1,5 +1,6 @@
 """From what a user asks for to a grammar of xgrammar's; a bad one is refused with one sentence."""
 
+import contextlib
 import importlib
 import json
 import re
@@ -21,6 +22,12 @@ def load_xgrammar() -> Any:
         return importlib.import_module("xgrammar")
     except ImportError as error:
         raise RequestError(MISSING) from error
+
+
+def import_early() -> None:
+    """Import the library now, if it is there: it takes a second or more."""
+    with contextlib.suppress(RequestError):
+        load_xgrammar()
 
 
 @lru_cache(maxsize=64)

@@ -98,7 +98,11 @@ def test_surrogates_are_no_characters_in_tags(
 
 def test_every_part_of_a_tag_is_still_there_when_it_is_mended(store: GrammarStore) -> None:
     """The library reads again what it prints: free text, triggers, what is left out of them."""
-    tag = {"begin": "<f>", "content": {"type": "json_schema", "json_schema": BOUNDED}, "end": "</f>"}
+    tag = {
+        "begin": "<f>",
+        "content": {"type": "json_schema", "json_schema": BOUNDED},
+        "end": "</f>",
+    }
     form = {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag], "excludes": ["q"]}
     tags = {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
     for text, wanted in (

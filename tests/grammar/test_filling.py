@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,12 @@ def _some(words: list[int]) -> list[int] | None:
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "in threads"])
-def filler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MaskFiller]:
+def filler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MaskFiller:
     made = MaskFiller()
     if request.param:
         monkeypatch.setattr(filling, "_num_threads", lambda: 3)
         made._num_threaded = 10**9
-    yield made
+    return made
 
 
 @pytest.mark.parametrize("seed", range(12))
