@@ -18,10 +18,12 @@ from stoop.grammar.follower import FREE, Follower
 Path = tuple[Follower, Sequence[int]]  # a row's place in its grammar, and its drafts
 
 MAX_THREADS = 8
-# Most rows take about 15 us. If they took longer than this on average, threads fill the masks of
-# as many steps; then it is tried again without.
+# Most rows take about 15 us of processor time. If they take longer than this on average, threads
+# fill the masks of some steps; then it is tried again without. Threads that do not help, since
+# there is no free core, are not tried for a while.
 SLOW_SECONDS = 100e-6
 NUM_THREADED_STEPS = 32
+NUM_PLAIN_STEPS = 512
 
 
 @dataclass
@@ -68,6 +70,8 @@ class MaskFiller:
 
     def __init__(self) -> None:
         self._num_threaded = 0  # steps with threads to come
+        self._num_plain = 0  # steps to come in which threads are not thought of
+        self._plain_seconds = 0.0  # what the last step without threads took
         self._threads: ThreadPoolExecutor | None = None
         self._trees = _Trees(np.zeros((0, 0), np.int32))
 
@@ -97,18 +101,27 @@ class MaskFiller:
         return [walk.rows(allows, alive) for walk in walks], len(tokens)
 
     def _run(self, calls: list[tuple[Any, ...]]) -> None:
-        started = time.perf_counter()
         if self._num_threaded and len(calls) > 1:
             self._num_threaded -= 1
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_num_threads(), "stoop-masks")
-            left = iter(calls)
-            for each in [self._threads.submit(_traverse, left) for _ in range(_num_threads())]:
-                each.result()
+            self._run_in_threads(calls)
             return
+        started = time.thread_time()  # other programs do not count
         _traverse(iter(calls))
-        if time.perf_counter() - started > SLOW_SECONDS * len(calls) and _num_threads() > 1:
+        self._plain_seconds = time.thread_time() - started
+        if self._num_plain:
+            self._num_plain -= 1
+        elif self._plain_seconds > SLOW_SECONDS * len(calls) and _num_threads() > 1:
             self._num_threaded = NUM_THREADED_STEPS
+
+    def _run_in_threads(self, calls: list[tuple[Any, ...]]) -> None:
+        count, left = _num_threads(), iter(calls)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(count, "stoop-masks")
+        started = time.perf_counter()
+        for each in [self._threads.submit(_traverse, left) for _ in range(count)]:
+            each.result()
+        if time.perf_counter() - started > self._plain_seconds:
+            self._num_threaded, self._num_plain = 0, NUM_PLAIN_STEPS
 
 
 def _traverse(calls: Iterator[tuple[Any, ...]]) -> None:

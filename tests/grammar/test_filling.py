@@ -105,7 +105,8 @@ def filler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     made = MaskFiller()
     if request.param:
         monkeypatch.setattr(filling, "_num_threads", lambda: 3)
-        made._num_threaded = 10**9
+        monkeypatch.setattr(filling, "SLOW_SECONDS", -1.0)
+        made._num_threaded, made._plain_seconds = 10**9, 1e9
     return made
 
 
@@ -148,8 +149,9 @@ def test_no_rows_are_no_work() -> None:
     assert MaskFiller().fill([], torch.zeros(0, WORDS, dtype=torch.int32)) == ([], 0)
 
 
-def test_slow_masks_are_filled_by_threads_for_a_while(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("helps", [True, False])
+def test_slow_masks_are_filled_by_threads_while_that_helps(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, helps: bool
 ) -> None:
     ran_in = list[str]()
     traverse = filling._traverse
@@ -161,13 +163,17 @@ def test_slow_masks_are_filled_by_threads_for_a_while(
     monkeypatch.setattr(filling, "_traverse", noted)
     monkeypatch.setattr(filling, "_num_threads", lambda: 3)
     monkeypatch.setattr(filling, "NUM_THREADED_STEPS", 2)
+    monkeypatch.setattr(filling, "NUM_PLAIN_STEPS", 2)
     source, filler = random.Random(3), MaskFiller()
     paths = [kit.path(source) for _ in range(8)]
     steps = []
-    for slow in (1e9, -1.0, 1e9, 1e9, 1e9):
+    for slow in (1e9, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0):
         monkeypatch.setattr(filling, "SLOW_SECONDS", slow)
         masks(filler.fill, paths)
-        steps.append([name.startswith("stoop-masks") for name in ran_in])
+        filler._plain_seconds = 1e9 if helps else 0.0
+        steps.append("".join("t" if name.startswith("stoop-masks") else "-" for name in ran_in))
         ran_in.clear()
-    alone, threads = [False], [True] * 3
-    assert steps == [alone, alone, threads, threads, alone]
+    if helps:
+        assert steps == ["-", "-", "ttt", "ttt", "-", "ttt", "ttt"]
+    else:
+        assert steps == ["-", "-", "ttt", "-", "-", "-", "ttt"]
