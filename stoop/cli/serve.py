@@ -123,9 +123,15 @@ def _run(run: Any, settings: ServerSettings, model: str, engine: dict[str, Any])
         with StageProgress() as report:
             report("starting", 0, None)
             from stoop.async_llm import AsyncLLM
+            from stoop.grammar.parsing import import_early
 
             restarts = settings.max_restarts
-            llm = await AsyncLLM.start(model, report=report, max_restarts=restarts, **engine)
+            starting = AsyncLLM.start(model, report=report, max_restarts=restarts, **engine)
+            if engine.get("capture_structured"):
+                # Grammars are expected. The import overlaps with the start of the other process.
+                llm, _ = await asyncio.gather(starting, asyncio.to_thread(import_early))
+            else:
+                llm = await starting
         print_started(model, llm.config, llm.metrics(), report.seconds)
         return llm
 

@@ -108,6 +108,8 @@ def run(channel: Channel) -> None:
     channel.send(Found(None if folder is None else str(folder)))
     built = builder.build()
     core = built.core
+    if start.options.capture_structured:  # grammars are expected
+        built.executor.warm_up_grammars()
     if built.config.device.device != "cpu":
         exempt_from_collection(core)
     channel.send(Ready(built.config, core.limits, core.metrics()))

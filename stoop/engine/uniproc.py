@@ -54,6 +54,10 @@ class UniprocExecutor:
     def compile_grammar(self, asked: StructuredOutputs) -> PendingGrammar:
         return self.runner.grammars.store.request(asked)
 
+    def warm_up_grammars(self) -> None:
+        """Load what the first grammar would wait for."""
+        self.runner.grammars.store.warm_up()
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)
 

@@ -1,5 +1,6 @@
 """Compiles grammars for a model's vocabulary, in threads of their own, and keeps recent ones."""
 
+import contextlib
 import logging
 import sys
 import threading
@@ -8,11 +9,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
 from typing import Any
 
 from stoop.config.errors import RequestError, StoopError
 from stoop.core.structured import StructuredOutputs
+from stoop.grammar.crew import Crew
 from stoop.grammar.follower import Follower, make_free_text
 from stoop.grammar.parsing import first_sentence, load_xgrammar, parse
 from stoop.grammar.vocabulary import Vocabulary
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 MAX_CACHE_BYTES = 256 << 20  # of compiled grammars that no request uses
 OVERHEAD_BYTES = 8 << 10  # of any grammar, about
 MAX_THREADS = 4  # of xgrammar, for one grammar
-NUM_WORKERS = 2  # grammars at a time: one may take a minute, and others need not wait for it
+NUM_WORKERS = 2  # grammars at a time: one may take long, and others need not wait for it
+MAX_SECONDS = 30.0  # for one grammar
 
 NO_TOKENIZER = (
     "structured_outputs need the model's tokenizer, and the engine was made with "
@@ -56,11 +58,14 @@ class Compiled:
 class PendingGrammar:
     """A grammar that is being compiled. Requests hold it as long as they need it."""
 
-    def __init__(self, asked: StructuredOutputs) -> None:
+    def __init__(self, asked: StructuredOutputs, compiler: "_Compiler") -> None:
         self.asked = asked
         self.compiled: Compiled | None = None
         self.error: str | None = None  # why it cannot be compiled
+        self.running = False  # also after it took too long, as long as a thread works on it
+        self._compiler = compiler
         self._ready = threading.Event()
+        self._lock = threading.Lock()
 
     @property
     def done(self) -> bool:
@@ -81,20 +86,42 @@ class PendingGrammar:
     def _text(self) -> Any:
         return getattr(self.asked, self.asked.kind)
 
-    def compile(self, grammars: "_Compiler") -> None:
+    def run(self) -> None:
+        """Compile it, in a thread of a `Crew`."""
         started = time.perf_counter()
+        self.running = True
+        compiled, error = None, None
         try:
-            self.compiled = grammars.compile(self.asked)
+            compiled = self._compiler.compile(self.asked)
             log.info("compiled a grammar in %.2f s", time.perf_counter() - started)
-        except StoopError as error:
-            self.error = str(error)
-        except Exception as error:  # of the library, or of a tokenizer
-            self.error = (
+        except StoopError as refusal:
+            error = str(refusal)
+        except Exception as failure:  # of the library, or of a tokenizer
+            error = (
                 f"structured_outputs.{self.asked.kind} cannot be compiled "
-                f"({first_sentence(error)}): simplify it"
+                f"({first_sentence(failure)}): simplify it"
             )
         finally:
+            self.running = False
+            self._settle(compiled, error)
+
+    def fail(self, error: str) -> bool:
+        return self._settle(None, error)
+
+    def fail_late(self, seconds: float) -> bool:
+        return self.fail(
+            f"structured_outputs.{self.asked.kind} took longer than {seconds:g} s to compile: "
+            "simplify it, with fewer parts or smaller counts and lengths"
+        )
+
+    def _settle(self, compiled: Compiled | None, error: str | None) -> bool:
+        """The first one counts; returns whether this was it."""
+        with self._lock:
+            if self._ready.is_set():
+                return False
+            self.compiled, self.error = compiled, error
             self._ready.set()
+            return True
 
 
 class _Compiler:
@@ -109,11 +136,14 @@ class _Compiler:
     def compile(self, asked: StructuredOutputs) -> Compiled:
         grammar = parse(asked)  # first: it needs no vocabulary
         xgrammar = load_xgrammar()
-        with self._lock:
-            vocabulary, info = self._load()
+        vocabulary, info = self.load()
         compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_enabled=False)
         compiled = compiler.compile_grammar(grammar)
         return Compiled(compiled, vocabulary, int(compiled.memory_size_bytes))
+
+    def load(self) -> tuple[Vocabulary, Any]:
+        with self._lock:
+            return self._load()
 
     def _load(self) -> tuple[Vocabulary, Any]:
         """The vocabulary, for us and for the library."""
@@ -149,14 +179,22 @@ class GrammarStore:
         self._known = weakref.WeakValueDictionary()
         self._recent: OrderedDict[StructuredOutputs, PendingGrammar] = OrderedDict()
         self.num_bytes = 0  # of the recent grammars
-        self._jobs: _Jobs | None = None
+        self._crew: Crew | None = None
+
+    def warm_up(self) -> None:
+        """Load the library and the vocabulary, so that the first grammar need not wait for them.
+
+        An error comes again with a grammar.
+        """
+        with contextlib.suppress(Exception):
+            self._compiler.load()
 
     def request(self, asked: StructuredOutputs) -> PendingGrammar:
         """Find a grammar or start to compile it. Does not wait."""
         key = replace(asked, after=None)  # where it begins is not part of a grammar
         found = self._known.get(key)
-        if found is None or found.error is not None:
-            found = self._known[key] = PendingGrammar(key)
+        if found is None or (found.error is not None and not found.running):
+            found = self._known[key] = PendingGrammar(key, self._compiler)
             self._start(found)
         self._note_use(found)
         return found
@@ -183,24 +221,7 @@ class GrammarStore:
             self.num_bytes -= oldest.num_bytes
 
     def _start(self, pending: PendingGrammar) -> None:
-        if self._jobs is None:
-            self._jobs = SimpleQueue()
-            args = (self._jobs, self._compiler)
-            for _ in range(NUM_WORKERS):
-                threading.Thread(
-                    target=_work, args=args, name="stoop-grammars", daemon=True
-                ).start()
-                weakref.finalize(self, self._jobs.put, None)
-        self._jobs.put(weakref.ref(pending))
-
-
-def _work(jobs: "_Jobs", compiler: _Compiler) -> None:
-    """Holds no reference to the store, which would otherwise never go, nor to what it did last."""
-    while (job := jobs.get()) is not None:
-        pending = job()
-        if pending is not None:
-            pending.compile(compiler)
-        del pending
-
-
-_Jobs = SimpleQueue[weakref.ref[PendingGrammar] | None]
+        if self._crew is None:
+            self._crew = Crew(NUM_WORKERS, MAX_SECONDS)
+            weakref.finalize(self, self._crew.close)
+        self._crew.submit(pending)

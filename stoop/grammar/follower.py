@@ -46,21 +46,22 @@ class Follower:
     """Follows a request's tokens through its grammar, which masks the token after them.
 
     `advance` takes tokens of the answer and nothing takes them back. `fill` also looks at drafts,
-    which are taken back before it returns.
+    which are taken back before it returns; `MaskFiller` does the same for many rows, and faster.
 
     matcher: xgrammar's GrammarMatcher; after it has accepted a stop token it takes no more
     free: text before the grammar begins; None if it begins with the answer
     """
 
     def __init__(self, matcher: Any, stop_ids: Iterable[int], free: FreeText | None) -> None:
-        self._matcher = matcher
-        self._stop_ids = frozenset(stop_ids)
+        self.matcher = matcher
+        self.stop_ids = frozenset(stop_ids)
         self._free = free
         self.ended = False  # a stop token ended the answer
         self.drafted = False  # whether a step has made drafts for it
 
     @property
-    def _is_free(self) -> bool:
+    def is_free(self) -> bool:
+        """Whether the grammar has not begun."""
         return self._free is not None and not self._free.ended
 
     def advance(self, tokens: Iterable[int]) -> int:
@@ -72,9 +73,9 @@ class Follower:
         for count, token in enumerate(tokens):
             if self.ended:
                 return len(tokens)
-            if not self._take(token):
+            if not self.take(token):
                 return count
-            self.ended = token in self._stop_ids
+            self.ended = token in self.stop_ids
         if self._free is not None:
             self._free.settle()
         return len(tokens)
@@ -90,32 +91,34 @@ class Follower:
         taken: list[bool] = []  # by draft: whether it was free text
         words = bits.numpy()  # the same memory; indexing it is cheaper
         for draft in (*drafts, None):
-            free = self._is_free
-            masked = not free and self._matcher.fill_next_token_bitmask(bits, row)
+            free = self.is_free
+            masked = not free and self.matcher.fill_next_token_bitmask(bits, row)
             allows = not masked or (draft is not None and _allows(words[row], draft))
             # A mask without any token is a dead end: `advance` will refuse what is drawn there.
             masked = masked and (allows or bool(words[row].any()))
             rows.append(row if masked else FREE)
-            if draft is None or draft in self._stop_ids or (masked and not allows):
+            if draft is None or draft in self.stop_ids or (masked and not allows):
                 break
             row += masked
-            if not self._take(draft):
+            if not self.take(draft):
                 break
             taken.append(free)
-        self._take_back(taken)
+        self.take_back(taken)
         return rows
 
-    def _take(self, token: int) -> bool:
-        if self._is_free:
+    def take(self, token: int) -> bool:
+        """Take in a token, which `take_back` can undo; returns whether the grammar allows it."""
+        if self.is_free:
             assert self._free is not None
             self._free.push(token)
             return True
-        return bool(self._matcher.accept_token(token))
+        return bool(self.matcher.accept_token(token))
 
-    def _take_back(self, taken: Sequence[bool]) -> None:
+    def take_back(self, taken: Sequence[bool]) -> None:
+        """Undo the last tokens. taken: for each of them, whether it was free text"""
         num_matched = len(taken) - sum(taken)
         if num_matched:
-            self._matcher.rollback(num_matched)
+            self.matcher.rollback(num_matched)
         for _ in range(sum(taken)):
             assert self._free is not None
             self._free.pop()

@@ -14,6 +14,7 @@ from torch import Tensor
 from stoop.batch.input_batch import InputBatch
 from stoop.core.step import Admission, PlannedRow, RowResult
 from stoop.grammar.compiler import GrammarStore
+from stoop.grammar.filling import MaskFiller, Path
 from stoop.grammar.follower import FREE, Follower
 from stoop.ops.inputs import SlotTensors
 from stoop.ops.sampling import MaskTensors
@@ -47,6 +48,7 @@ class GrammarMasks:
         self._device = device
         self._slots = slots
         self._followers: dict[int, Follower] = {}
+        self._filler = MaskFiller()
         self._host: MaskTensors | None = None  # made for the first grammar
         self._drafts: _HostDrafts | None = None
 
@@ -69,14 +71,16 @@ class GrammarMasks:
         drafts = self._read_drafts(batch.plan_rows)
         places = host.rows.numpy()  # the same memory
         places.fill(FREE)
-        count = 0
+        masked: list[int] = []  # rows of the batch
+        paths: list[Path] = []
         for place, row in enumerate(batch.plan_rows):
             follower = self._followers.get(row.slot)
-            if follower is None or follower.ended or not row.samples:
-                continue
-            found = follower.fill(drafts.get(row.slot, ()), host.bits, count)
-            places[place, : len(found)] = found
-            count += sum(each != FREE for each in found)
+            if follower is not None and not follower.ended and row.samples:
+                masked.append(place)
+                paths.append((follower, drafts.get(row.slot, ())))
+        every, count = self._filler.fill(paths, host.bits)
+        for place, rows in zip(masked, every, strict=True):
+            places[place, : len(rows)] = rows
         device = self._device
         device.rows.copy_(host.rows, non_blocking=True)
         device.bits[:count].copy_(host.bits[:count], non_blocking=True)

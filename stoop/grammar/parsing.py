@@ -1,5 +1,6 @@
 """From what a user asks for to a grammar of xgrammar's; a bad one is refused with one sentence."""
 
+import contextlib
 import importlib
 import json
 import re
@@ -21,6 +22,12 @@ def load_xgrammar() -> Any:
         return importlib.import_module("xgrammar")
     except ImportError as error:
         raise RequestError(MISSING) from error
+
+
+def import_early() -> None:
+    """Import the library now, if it is there: it takes a second or more."""
+    with contextlib.suppress(RequestError):
+        load_xgrammar()
 
 
 @lru_cache(maxsize=64)
@@ -84,7 +91,18 @@ def _ebnf(grammar: Any, asked: StructuredOutputs) -> Any:
 
 def _structural_tag(grammar: Any, asked: StructuredOutputs) -> Any:
     tag = _checked(read_json("structural_tag", asked.structural_tag))
-    return grammar.from_structural_tag(json.dumps(tag))
+    built = grammar.from_structural_tag(json.dumps(tag))
+    try:
+        return _mended(grammar, built)
+    except Exception as error:
+        if "ExcludeToken()" not in str(built):
+            raise
+        # The library prints it so, and cannot read it.
+        raise RequestError(
+            "structured_outputs.structural_tag has any_tokens or exclude_token without "
+            "exclude_tokens beside a schema, pattern or grammar: name a token to exclude, or use "
+            "any_text"
+        ) from error
 
 
 def _checked(part: Any) -> Any:

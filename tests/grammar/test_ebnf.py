@@ -1,13 +1,17 @@
 """What xgrammar gets wrong in its own grammars, and what is left of it."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from stoop import StructuredOutputs
+from stoop import RequestError, StructuredOutputs
 from stoop.grammar.compiler import GrammarStore
 from stoop.grammar.ebnf import mend
+from stoop.grammar.parsing import parse
 from support.grammars import VOCAB_SIZE
 
 SURROGATE, LAST_BEFORE, FIRST_AFTER = b"\xed\xa0\x80", b"\xed\x9f\xbf", b"\xee\x80\x80"
@@ -58,6 +62,103 @@ def test_surrogates_are_no_characters(
     else:
         texts = [around + each + around for each in (SURROGATE, LAST_BEFORE, FIRST_AFTER)]
     assert [accepts(store, text, **asked) for text in texts] == [False, True, True]
+
+
+def in_tag(content: dict[str, Any]) -> dict[str, str]:
+    part = {"type": "tag", "begin": "<", "content": content, "end": ">"}
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": part})}
+
+
+def schema_in_tag(schema: dict[str, Any], **more: Any) -> dict[str, str]:
+    return in_tag({"type": "json_schema", "json_schema": schema, **more})
+
+
+BOUNDED = {"type": "string", "maxLength": 3}
+PARAMETER = {"type": "object", "properties": {"a": BOUNDED}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "after"),
+    [
+        (schema_in_tag(BOUNDED), b'<"', b'">'),
+        (schema_in_tag({"type": "string", "minLength": 1}), b'<"', b'">'),
+        (schema_in_tag({"type": "string", "pattern": "^[^a]$"}), b'<"', b'">'),
+        (schema_in_tag(PARAMETER, style="qwen_xml"), b"<<parameter=a>", b"</parameter>>"),
+        (in_tag({"type": "regex", "pattern": "."}), b"<", b">"),
+        (in_tag({"type": "regex", "pattern": "[^a]"}), b"<", b">"),
+        (in_tag({"type": "grammar", "grammar": "root ::= [^a]"}), b"<", b">"),
+    ],
+)
+def test_surrogates_are_no_characters_in_tags(
+    store: GrammarStore, asked: dict[str, str], before: bytes, after: bytes
+) -> None:
+    texts = [before + each + after for each in (SURROGATE, LAST_BEFORE, FIRST_AFTER)]
+    assert [accepts(store, text, **asked) for text in texts] == [False, True, True]
+
+
+def test_every_part_of_a_tag_is_still_there_when_it_is_mended(store: GrammarStore) -> None:
+    """The library reads again what it prints: free text, triggers, what is left out of them."""
+    tag = {
+        "begin": "<f>",
+        "content": {"type": "json_schema", "json_schema": BOUNDED},
+        "end": "</f>",
+    }
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag], "excludes": ["q"]}
+    tags = {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
+    for text, wanted in (
+        (b'a<f>"abc"</f>b<f>""</f>', True),
+        (b"no tag", True),
+        (b'<f>"abcd"</f>', False),
+        (b'<f>"a\tb"</f>', False),
+        (b"<f>x</f>", False),
+        (b"q", False),
+    ):
+        assert accepts(store, text, **tags) == wanted, text
+    short = in_tag({"type": "sequence", "elements": [
+        {"type": "regex", "pattern": "[^a]"}, {"type": "any_text", "max_chars": 2}]})  # fmt: skip
+    assert [accepts(store, text, **short) for text in (b"<bcd>", b"<bcde>", b"<a>")] == [
+        True, False, False]  # fmt: skip
+
+
+def test_a_tag_that_cannot_be_mended_is_refused(store: GrammarStore) -> None:
+    free = {"type": "any_tokens"}
+    accepts(store, b"<>", **in_tag(free))  # nothing to mend
+    both = {"type": "sequence", "elements": [free, {"type": "regex", "pattern": "[^a]"}]}
+    with pytest.raises(RequestError, match="name a token to exclude, or use any_text"):
+        parse(StructuredOutputs(**in_tag(both)))
+    both["elements"] = [free | {"exclude_tokens": [3]}, both["elements"][1]]
+    assert parse(StructuredOutputs(**in_tag(both)))
+
+
+@pytest.mark.parametrize("byte", [9, 32])
+def test_classes_of_the_user_hold_what_they_say(store: GrammarStore, byte: int) -> None:
+    """Even one that looks like the library's class for strings."""
+    text = bytes([byte])
+    assert accepts(store, text, grammar=r'root ::= [^"\\\r\n]')
+    assert accepts(store, b"<" + text + b">", **in_tag({"type": "regex", "pattern": r'[^"\\\r\n]'}))
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0), (0, 1), (0, 5), (2, 2), (1, 4), (3, 40), (1, 256), (2, 300)]
+)
+def test_lengths_of_strings(store: GrammarStore, low: int, high: int) -> None:
+    schema = {"type": "string", "minLength": low, "maxLength": high}
+    asked = {"json": json.dumps({"type": "array", "items": schema})}
+    for count in {0, 1, low - 1, low, low + 1, high - 1, high, high + 1} - {-1}:
+        for letter in ("a", "é"):
+            one = f'"{letter * count}"'.encode()
+            assert accepts(store, b"[" + one + b"]", **asked) == (low <= count <= high), count
+
+
+def test_strings_share_the_rules_that_count() -> None:
+    schema = {"type": "object", "properties": {
+        name: {"type": "string", "maxLength": length}
+        for name, length in (("a", 7), ("bounded_string_1", 30), ("c", 5000))
+    }}  # fmt: skip
+    text = str(parse(StructuredOutputs(json=schema)))
+    assert "\nbounded_string__30 ::=" in text and "bounded_string__7\n" not in text
+    assert len(re.findall(r"(?m)^bounded_string__\d+ ::=", text)) == 31
+    assert re.search(r'"\\"" \w+_characters\{0, 5000\} "\\""', text)
 
 
 @pytest.mark.parametrize("schema", ['{"type": "string", "maxLength": 3}', '{"type": "string"}'])

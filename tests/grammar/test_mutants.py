@@ -14,7 +14,8 @@ from stoop import LLM
 from stoop.batch.input_batch import InputBatch
 from stoop.check.mutants.base import Mutant, Patch, applied
 from stoop.core.step import Admission, PlannedRow, RowResult
-from stoop.grammar.follower import Follower
+from stoop.grammar.filling import MaskFiller
+from stoop.grammar.filling import Path as DraftPath
 from stoop.grammar.masks import GrammarMasks
 from stoop.graph.sanitizer import SanitizerError
 from stoop.ops import verification
@@ -72,7 +73,16 @@ def advanced_by_drafts(patch: Patch) -> None:
 
 def not_rolled_back(patch: Patch) -> None:
     """Drafts stay in the grammar after their masks are filled."""
-    patch.setattr(Follower, "_take_back", lambda self, taken: None)
+    fill = MaskFiller.fill
+
+    def kept(self: MaskFiller, paths: Sequence[DraftPath], bits: Tensor) -> Any:
+        every, count = fill(self, paths, bits)
+        for (follower, drafts), found in zip(paths, every, strict=True):
+            for draft in drafts[: len(found) - 1]:
+                follower.take(draft)
+        return every, count
+
+    patch.setattr(MaskFiller, "fill", kept)
 
 
 def of_another_request(patch: Patch) -> None:

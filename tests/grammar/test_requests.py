@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from stoop import LLM, RequestError, SamplingParams, StructuredOutputs
 from stoop.core.outputs import CompletionOutput
 from stoop.engine.engine import Engine
-from stoop.grammar import compiler, parsing
+from stoop.grammar import compiler, crew, parsing
 from stoop.grammar.compiler import Compiled, GrammarStore, PendingGrammar, _Compiler
 from stoop.grammar.masks import DEAD_END
+from stoop.grammar.vocabulary import Vocabulary
 from stoop.worker.runner import ModelRunner
 from support.grammars import make_grammar_llm, tell
 from support.sentencepiece_tokenizer import write_tokenizer as write_sentencepiece
@@ -322,10 +324,8 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        compile_one = PendingGrammar.compile
-        monkeypatch.setattr(
-            PendingGrammar, "compile", lambda p, c: self.go.wait(30) and compile_one(p, c)
-        )
+        run = PendingGrammar.run
+        monkeypatch.setattr(PendingGrammar, "run", lambda p: self.go.wait(30) and run(p))
 
 
 def test_others_go_on_while_a_grammar_is_compiled(
@@ -361,6 +361,108 @@ def test_other_grammars_need_not_wait_for_a_slow_one(
     assert _finish(engine, "fast").outputs[0].text == "fast"
     go.set()
     assert _finish(engine, "slow").outputs[0].text == "slow"
+
+
+class Stuck:
+    """Regular expressions that begin with "slow" compile when they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.2) -> None:
+        self.go, self.tried = threading.Event(), list[str]()
+        compile_one = _Compiler.compile
+
+        def slow(compiler: _Compiler, asked: StructuredOutputs) -> Any:
+            self.tried.append(str(asked.regex))
+            assert not str(asked.regex).startswith("slow") or self.go.wait(60)
+            return compile_one(compiler, asked)
+
+        monkeypatch.setattr(_Compiler, "compile", slow)
+        monkeypatch.setattr(compiler, "MAX_SECONDS", seconds)
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(monkeypatch)
+    llm = make_grammar_llm(model)
+    ask(llm, {"regex": "loads the library"})
+    slow = GREEDY.replace(structured_outputs={"regex": "slow"})
+    fast = GREEDY.replace(structured_outputs={"regex": "fast"})
+    late, good, free = llm.generate(["hi"] * 3, [slow, fast, GREEDY], use_tqdm=False)
+    sentence = (
+        "structured_outputs.regex took longer than 0.2 s to compile: simplify it, with fewer "
+        "parts or smaller counts and lengths"
+    )
+    assert (late.outputs[0].finish_reason, late.outputs[0].stop_reason) == ("error", sentence)
+    assert good.outputs[0].text == "fast"
+    assert free.outputs[0].finish_reason == "length"
+    # While it is still compiled, it is not tried once more.
+    assert ask(llm, {"regex": "slow"}).stop_reason == sentence
+    assert stuck.tried.count("slow") == 1
+    stuck.go.set()
+    for _ in range(200):
+        if ask(llm, {"regex": "slow"}).text == "slow":
+            return
+        time.sleep(0.02)
+    raise AssertionError(stuck.tried)
+
+
+def test_grammars_that_take_too_long_are_bounded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their threads are replaced, up to a limit; then new grammars are refused, and no others."""
+    stuck = Stuck(monkeypatch)
+    llm = make_grammar_llm(model)
+    assert ask(llm, {"regex": "fast"}).text == "fast"
+    before = _num_grammar_threads()
+    count = compiler.NUM_WORKERS + crew.MAX_STUCK
+    params = [GREEDY.replace(structured_outputs={"regex": f"slow{i}"}) for i in range(count + 3)]
+    found = llm.generate(["hi"] * len(params), params, use_tqdm=False)
+    reasons = [str(each.outputs[0].stop_reason) for each in found]
+    assert ["took longer" in each for each in reasons] == [True] * count + [False] * 3
+    assert reasons[count:] == [crew.BUSY] * 3
+    assert ask(llm, {"regex": "another"}).stop_reason == crew.BUSY
+    assert ask(llm, {"regex": "fast"}).text == "fast"  # it is known
+    assert _num_grammar_threads() == before + crew.MAX_STUCK
+    stuck.go.set()
+    for _ in range(500):
+        if _num_grammar_threads() == before:
+            break
+        time.sleep(0.02)
+    assert _num_grammar_threads() == before
+    assert ask(llm, {"regex": "another"}).text == "another"
+
+
+def _num_grammar_threads() -> int:
+    return sum(each.name == "stoop-grammars" for each in threading.enumerate())
+
+
+def test_threads_end_with_their_store(model: Path) -> None:
+    before = _num_grammar_threads()
+    store = GrammarStore(str(model), 330)
+    store.get(StructuredOutputs(regex="a"))
+    assert _num_grammar_threads() == before + compiler.NUM_WORKERS
+    del store
+    for _ in range(500):
+        if _num_grammar_threads() <= before:
+            return
+        time.sleep(0.02)
+    raise AssertionError(_num_grammar_threads())
+
+
+def test_warming_up_loads_what_the_first_grammar_needs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = GrammarStore(str(model), 330)
+    store.warm_up()
+    monkeypatch.setattr(Vocabulary, "of", lambda *arguments: 1 / 0)
+    assert store.get(StructuredOutputs(regex="a"))
+
+
+def test_warming_up_fails_in_silence() -> None:
+    store = GrammarStore(None, 330)
+    store.warm_up()
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        store.get(StructuredOutputs(regex="a"))
 
 
 def test_a_request_may_go_while_its_grammar_is_compiled(

@@ -60,6 +60,17 @@ def test_models(client):
         wrong.models.list()
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_server_has_loaded_the_library_of_grammars_when_it_is_ready(folder):
+    """Otherwise the first grammar waits for it, in both processes."""
+    pytest.importorskip("xgrammar")
+    for flags, wanted in (((), True), (("--no-capture-structured",), False)):
+        with ServerProcess(folder, *flags) as server:
+            core = httpx.get(f"{server.url}/stats").json()["core_pid"]
+            maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, core)]
+            assert ["libxgrammar" in each for each in maps] == [wanted] * 2, flags
+
+
 def test_a_streamed_answer_equals_the_offline_one(client, offline):
     """Drafts on here and off there: greedy answers do not depend on them."""
     whole = client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
