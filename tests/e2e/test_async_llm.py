@@ -454,7 +454,7 @@ def test_restarts_are_bounded(run: Run, text_model: Path) -> None:
     run(crash())
 
 
-def test_a_frozen_core_is_unhealthy_and_not_restarted(run: Run, engine: AsyncLLM) -> None:
+def test_a_frozen_core_is_unhealthy_long_before_it_is_restarted(run: Run, engine: AsyncLLM) -> None:
     async def freeze() -> None:
         await until_ready(engine)
         pid = engine.metrics()["core_pid"]
