@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stoop.async_llm import AsyncLLM
     from stoop.server.service import Service
 
-LISTS = ("model_names", "api_keys", "allow_origins")
+LISTS = ("model_names", "api_keys", "allow_origins", "allow_hosts")
 
 
 def server_flags(command: Command) -> Command:

@@ -12,6 +12,7 @@ from typing import Any
 
 from stoop.server.errors import CLIENT_GONE, ApiError, ClientGone, unavailable
 from stoop.server.service import Service
+from stoop.server.settings import host_name
 from stoop.server.transport import (
     RAW_SEND,
     RECORD,
@@ -39,6 +40,7 @@ class Gate:
         self.service = service
         self.public = frozenset((*PUBLIC, *public))
         self.keys = [key.encode() for key in service.settings.api_keys]
+        self.hosts = service.settings.hosts
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -89,6 +91,7 @@ class Gate:
             record["id"] = text
         # Requests may share an id, which the engine does not allow.
         scope[UNIQUE_ID] = f"{record['id']}.{next(self._numbers)}"
+        self._check_host(headers)
         public = scope["path"] in self.public
         if not public and scope["method"] != "OPTIONS":
             self._check_key(headers)
@@ -97,6 +100,21 @@ class Gate:
         if not public and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
             receive = await self._read_body(headers, receive)
         await self.app(scope, receive, send)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse names that only another site's page would use; browsers always send one."""
+        given = headers.get(b"host")
+        if self.hosts is None or given is None:
+            return
+        name = host_name(given.decode("latin-1"))
+        if name not in self.hosts:
+            shown = json.dumps(name[:200])
+            raise ApiError(
+                403,
+                f"this server does not go by the name {shown} of the Host header: call it "
+                "localhost, or start it with --allow-host and that name",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         if not self.keys:
