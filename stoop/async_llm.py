@@ -176,13 +176,15 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        final_only: bool = False,
     ) -> "DeltaStream":
         """What is new in the answers, as it comes. This call checks the request and queues it.
 
-        Closing the iterator, dropping it, or cancelling the task that waits for its next item
-        aborts the request.
+        With `final_only` there is one item, the whole answers once they are complete; `output`
+        has what there is of them before. Closing the iterator, dropping it, or cancelling the task
+        that waits for its next item aborts the request.
         """
-        group = self._make_group(prompt, params, request_id, priority, final_only=False)
+        group = self._make_group(prompt, params, request_id, priority, final_only=final_only)
         cursor = GroupCursor(group)
         return DeltaStream(self, self._submit(group), cursor)
 
@@ -413,13 +415,17 @@ class DeltaStream:
             raise StopAsyncIteration
         try:
             self._box.check()
-            while (item := self._cursor.take_new()) is None:
+            while (item := self._take_new()) is None:
                 await self._box.wait()
         except BaseException:
             await self.aclose()
             raise
         self._ended = item.finished
         return item
+
+    def _take_new(self) -> RequestDelta | None:
+        group = self._box.group
+        return None if group.final_only and not group.finished else self._cursor.take_new()
 
     async def aclose(self) -> None:
         """Abort the request, unless it has ended."""

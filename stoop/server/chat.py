@@ -25,7 +25,7 @@ from stoop.server.transport import (
     error_event,
     json_response,
     make_generation,
-    until_gone,
+    whole_answers,
 )
 
 
@@ -49,8 +49,7 @@ async def chat_completions(service: Service, request: Request, body: ChatRequest
     made = Shape(f"chatcmpl-{record['id']}", model, body, plan)
     if body.stream:
         return EventStream(service, generation, ChatWriter(service, generation, made))
-    whole = generation.whole(with_drafts=bool(body.return_draft_positions))
-    answers = await until_gone(request, service, whole)
+    answers = await whole_answers(request, generation)
     return json_response(made.whole(service, generation, answers))
 
 

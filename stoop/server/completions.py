@@ -24,7 +24,7 @@ from stoop.server.transport import (
     error_event,
     json_response,
     make_generation,
-    until_gone,
+    whole_answers,
 )
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -50,8 +50,7 @@ async def completions(service: Service, request: Request, body: CompletionReques
     shape = Shape(f"cmpl-{record['id']}", model, body, service)
     if body.stream:
         return EventStream(service, generation, CompletionWriter(generation, shape))
-    whole = generation.whole(with_drafts=bool(body.return_draft_positions))
-    answers = await until_gone(request, service, whole)
+    answers = await whole_answers(request, generation)
     return json_response(shape.whole(generation, answers))
 
 

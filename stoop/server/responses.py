@@ -26,7 +26,7 @@ from stoop.server.transport import (
     EventStream,
     json_response,
     make_generation,
-    until_gone,
+    whole_answers,
 )
 
 
@@ -49,8 +49,7 @@ async def responses(service: Service, request: Request, body: ResponsesRequest) 
     answer = AnswerBuilder(f"resp_{record['id']}", model, body, plan)
     if body.stream:
         return EventStream(service, generation, ResponseWriter(generation, answer))
-    whole = generation.whole(with_drafts=False)
-    (one,) = await until_gone(request, service, whole)
+    (one,) = await whole_answers(request, generation)
     answer.take(one.text, one.token_ids, one.logprobs, one.finish_reason)
     answer.events.clear()
     return json_response(answer.response(generation))

@@ -5,20 +5,26 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from fastapi.responses import Response
 from starlette.requests import Request
 
 from stoop.core.deltas import RequestDelta
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import INTERNAL, ApiError, ClientGone, as_api_error, timed_out
-from stoop.server.generation import Generation
+from stoop.server.errors import (
+    CLIENT_GONE,
+    INTERNAL,
+    ApiError,
+    ClientGone,
+    as_api_error,
+    timed_out,
+)
+from stoop.server.generation import Generation, WholeAnswer
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
 
 log = logging.getLogger(__name__)
-Item = TypeVar("Item")
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
@@ -71,20 +77,21 @@ def make_generation(
 # ---- whole answers ----
 
 
-async def until_gone(request: Request, service: Service, work: Awaitable[Item]) -> Item:
-    """The result of `work`; cancelled, which aborts it, if the client goes or time is up."""
-    task = asyncio.ensure_future(work)
+async def whole_answers(request: Request, generation: Generation) -> list[WholeAnswer]:
+    """All answers, complete. They are aborted if the client goes or time is up."""
+    task = asyncio.ensure_future(generation.whole())
     watcher = asyncio.ensure_future(_gone(request.receive))
-    limit = service.settings.request_timeout or None
+    seconds = generation.service.settings.request_timeout
     try:
         done, _ = await asyncio.wait(
-            (task, watcher), timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            (task, watcher), timeout=seconds or None, return_when=asyncio.FIRST_COMPLETED
         )
         if task in done:
             return task.result()
         if watcher in done:
             raise ClientGone
-        raise timed_out(service.settings.request_timeout)
+        generation.is_late = lambda: True
+        raise timed_out(seconds)
     finally:
         for each in (task, watcher):
             each.cancel()
@@ -135,14 +142,18 @@ class EventStream(Response):
             if not self._gone:
                 raise
             task.uncancel()
-            scope.setdefault(RECORD, {})["finish"] = "disconnect"
+            record = scope.setdefault(RECORD, {})
+            record["finish"] = "disconnect"
+            if not self._started:
+                record["status"] = CLIENT_GONE
         finally:
             watcher.cancel()
 
     async def _run(self) -> None:
         limit = self.service.settings.request_timeout or None
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as timer:
+                self.generation.is_late = timer.expired
                 await self._pump()
         except TimeoutError:
             await self._fail(timed_out(self.service.settings.request_timeout))

@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from stoop.config.errors import ConfigError
-from stoop.server.hooks import NoTracer
 from stoop.server.settings import ServerSettings, environment_keys
 from support.fake_llm import FakeLLM
 from support.http import USER, Connection, LogLines, call, events, make_server, post, refusal
@@ -302,24 +301,6 @@ def test_an_answer_that_fails(stream):
         refusal(found, 500, "the logits were not finite")
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_trace_tells_a_failed_answer_from_a_disconnect(path, stream):
-    class Tracer(NoTracer):
-        def start(self, *given):
-            return self
-
-        def fail(self, code, message):
-            failures.append(code)
-
-    failures = []
-    app, service = make_server(FakeLLM(ends="error"))
-    service.tracer = Tracer()
-    body = {CHAT: ASK, TEXT: {"prompt": "a"}}.get(path, {"input": "a"})
-    post(app, path, {**body, "stream": stream})
-    assert failures == [500]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_bug_is_logged_and_answered(stream, caplog):
     def broken(ids, params, index):
@@ -419,38 +400,6 @@ def test_json_lines_and_prompts():
     with LogLines() as log:
         post(quiet, CHAT, ASK)
     assert log.lines == []
-
-
-# ---- metrics ----
-
-
-class Recorder:
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        return lambda *args, **fields: self.calls.append((name, args, fields))
-
-
-def test_metrics_are_told():
-    llm = FakeLLM()
-    app, service = make_server(llm)
-    service.metrics = metrics = Recorder()
-    post(app, CHAT, {**ASK, "stream": True})
-    names = [name for name, _, _ in metrics.calls]
-    assert names == ["request_arrived", "first_token", "inter_token", "inter_token", "observe"]
-    _, (times,), counts = metrics.calls[-1]
-    assert times.arrival <= times.first_token <= times.last_token <= times.finished
-    assert counts["num_prompt"] == 22 and counts["num_output"] == 12
-    assert counts["finish_reason"] == "stop" and counts["num_cached"] == 2
-    metrics.calls.clear()
-    post(app, CHAT, {"messages": []})
-    assert metrics.calls == [("refused", (400,), {})]
-    metrics.calls.clear()
-    post(app, CHAT, {**ASK, "n": 5, "logprobs": True})
-    service.num_open = service.capacity
-    post(app, CHAT, ASK)
-    assert [name for name, _, _ in metrics.calls][-2:] == ["observe", "refused"]
 
 
 # ---- settings ----
