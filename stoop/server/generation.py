@@ -20,6 +20,7 @@ from stoop.server.errors import (
 )
 from stoop.server.hooks import NO_TRACE, RequestTrace
 from stoop.server.prompts import EncodedPrompt
+from stoop.server.reading import AnswerReader
 from stoop.server.service import Service
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Generation:
         self.num_cached = 0
         self.num_drafted = 0  # draft tokens that were verified
         self.num_accepted = 0
+        self.splits_reasoning = False  # from the rest of the answers
+        self.readers: list[AnswerReader] = []  # those that split it
         self.finish_reason = "abort"
         self.is_late: Callable[[], bool] = lambda: False  # it is cut short since its time is up
         self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
@@ -235,16 +238,23 @@ class Generation:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs[delta.request_id] = delta.prompt_logprobs
 
+    @property
+    def num_reasoning(self) -> int:
+        return sum(reader.num_reasoning for reader in self.readers)
+
     def usage(self) -> dict[str, Any]:
+        details = {
+            "accepted_prediction_tokens": self.num_accepted,
+            "rejected_prediction_tokens": max(self.num_drafted - self.num_accepted, 0),
+        }
+        if self.splits_reasoning:
+            details["reasoning_tokens"] = self.num_reasoning
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": self.num_prompt + self.num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self.num_accepted,
-                "rejected_prediction_tokens": max(self.num_drafted - self.num_accepted, 0),
-            },
+            "completion_tokens_details": details,
         }
 
     def _times(self) -> RequestTimes:

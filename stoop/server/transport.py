@@ -60,9 +60,12 @@ def make_generation(
     *,
     priority: int | None,
     operation: str,
+    shown: Any,
 ) -> Generation:
-    """operation: the name that traces give it"""
+    """operation: the name that traces give it. shown: the prompt, for a log that has prompts"""
     record = request.scope[RECORD]
+    if service.settings.log_prompts:
+        record["prompt"] = shown
     return Generation(
         service,
         request.scope[UNIQUE_ID],
@@ -220,7 +223,3 @@ class EventStream(Response):
                 self._gone = True
                 task.cancel()
                 return
-
-
-def error_event(error: ApiError) -> bytes:
-    return b"data: " + error.content + b"\n\n" + DONE
