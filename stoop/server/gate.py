@@ -170,7 +170,8 @@ class Gate:
         if scope["path"] in QUIET and record["status"] < 400:
             return
         if settings.log_format == "json":
-            log.info(json.dumps({"time": round(time.time(), 3), **record}))
+            head = {"time": round(time.time(), 3), "level": "INFO", "logger": log.name}
+            log.info(json.dumps({**head, **record}))
             return
         log.info(" ".join(f"{name}={_value(value)}" for name, value in record.items()))
 

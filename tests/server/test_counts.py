@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from stoop.server.hooks import NoTracer
+from stoop.server.hooks import Tracer
 from support.fake_llm import FakeLLM
 from support.http import USER, Connection, LogLines, make_server, post, refusal
 
@@ -90,7 +90,7 @@ def test_an_answer_that_its_own_grammar_ended_is_counted():
     assert counts["finish_reason"] == "error" and counts["num_output"] == 2
 
 
-class Failures(NoTracer):
+class Failures(Tracer):
     """Keeps the codes of failed requests."""
 
     def __init__(self):
