@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -281,6 +282,18 @@ def test_no_engine(state):
     health = call(app, "GET", "/health")
     assert health.status_code == 503 and health.json()["status"] == state
     assert not llm.seen
+
+
+def test_a_restarted_engine_may_have_other_limits():
+    llm = FakeLLM()
+    app, service = make_server(llm, max_queue=3)
+    assert service.capacity == 7 and service.num_drafts == 2
+    llm.config.schedule = SimpleNamespace(max_model_len=16, max_num_seqs=2, num_drafts=0)
+    assert service.capacity == 5 and service.num_drafts == 0
+    (card,) = call(app, "GET", "/v1/models").json()["data"]
+    assert card["max_model_len"] == 16
+    found = post(app, CHAT, ASK)
+    assert refusal(found, 400, "the model takes 16")["code"] == "context_length_exceeded"
 
 
 def test_health_needs_a_loop_that_turns():
