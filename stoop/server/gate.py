@@ -14,6 +14,7 @@ from stoop.server.errors import CLIENT_GONE, ApiError, ClientGone, unavailable
 from stoop.server.service import Service
 from stoop.server.settings import host_name
 from stoop.server.transport import (
+    ARRIVAL,
     RAW_SEND,
     RECORD,
     UNIQUE_ID,
@@ -99,6 +100,7 @@ class Gate:
                 raise unavailable("draining")
         if not public and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
             receive = await self._read_body(headers, receive)
+        scope[ARRIVAL] = time.perf_counter()
         await self.app(scope, receive, send)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:

@@ -51,10 +51,11 @@ class Generation:
         params: SamplingParams,
         *,
         priority: int = 0,
+        arrival: float,
         record: dict[str, Any] | None = None,
         trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """record: what the log line of the request will have"""
+        """arrival: by `time.perf_counter`. record: what the log line of the request will have"""
         self.service = service
         self.prompts = prompts
         self.params = params
@@ -77,8 +78,8 @@ class Generation:
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.admitted: float | None = None
-        self.arrival = time.perf_counter()
-        self.arrival_time = time.time()
+        self.arrival = arrival
+        self.arrival_time = time.time() - (time.perf_counter() - arrival)
 
     @property
     def num_choices(self) -> int:

@@ -32,6 +32,7 @@ Receive = Callable[[], Awaitable[Message]]
 RAW_SEND = "stoop.send"  # in the scope: the connection's own, below all wrappers
 RECORD = "stoop.record"  # in the scope: what the log line will have
 UNIQUE_ID = "stoop.unique_id"  # in the scope: for the engine
+ARRIVAL = "stoop.arrival"  # in the scope: when the body was complete, by `time.perf_counter`
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -72,6 +73,7 @@ def make_generation(
         prompts,
         params,
         priority=priority or 0,
+        arrival=request.scope[ARRIVAL],
         record=record,
         trace=service.tracer.start(request.headers, operation, record["id"], params),
     )
@@ -194,6 +196,7 @@ class EventStream(Response):
     async def _write_error(self, error: ApiError) -> None:
         if self._started:
             self.generation.record["error"] = error.status_code
+            self.service.metrics.refused(error.status_code)  # the gate saw 200
             await self._write(self.writer.error(error), more=False)
             return
         self._started = True

@@ -154,3 +154,34 @@ def test_the_log_says_that_a_client_went_before_the_first_byte(stream):
     with LogLines() as log:
         asyncio.run(run())
     assert "status=499" in log.lines[0] and "finish=disconnect" in log.lines[0]
+
+
+def test_a_request_arrives_before_its_prompt_is_made(monkeypatch):
+    """A template takes time, and waits for others: clients wait for that too."""
+    app, service = make_server()
+    service.metrics = metrics = Recorder()
+    render = service.prompts.render
+
+    async def slow(*given, **more):
+        await asyncio.sleep(0.2)
+        return await render(*given, **more)
+
+    monkeypatch.setattr(service.prompts, "render", slow)
+    with LogLines() as log:
+        post(app, CHAT, {**ASK, "stream": True})
+    (first,) = [args[0] for name, args, _ in metrics.calls if name == "first_token"]
+    assert first >= 0.2
+    assert float(log.lines[0].partition("ttft_ms=")[2].split()[0]) >= 200
+
+
+def test_an_error_in_a_stream_is_counted():
+    """Its status was 200 when it began."""
+    app, service = make_server(FakeLLM(fail_after=2))
+    service.metrics = metrics = Recorder()
+    found = post(app, CHAT, {**ASK, "stream": True})
+    assert found.status_code == 200
+    assert [args for name, args, _ in metrics.calls if name == "refused"] == [(503,)]
+    metrics.calls.clear()
+    service.llm.fail_after = 0
+    refusal(post(app, CHAT, {**ASK, "stream": True}), 503)
+    assert [args for name, args, _ in metrics.calls if name == "refused"] == [(503,)]
