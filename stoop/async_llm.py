@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,17 +33,17 @@ class AsyncLLM:
     """A model that is ready to answer, for one event loop.
 
     Make it with `await AsyncLLM.start(...)`. The core runs in a process of its own: this one only
-    checks prompts and makes text. If that process dies, its requests end with `CoreDied`, and it is
-    started again.
+    checks prompts and makes text. If that process dies or hangs, its requests end with `CoreDied`,
+    and it is started again.
     """
 
     def __init__(
-        self, options: EngineOptions, report: Report | None, max_restarts: int, timeout: float
+        self, options: EngineOptions, report: Report | None, timeout: float, **process: Any
     ) -> None:
         """Use `start`."""
         self.options = options
         self._opened: Frontend | None = None  # once the core is ready and the tokenizer read
-        self._client = CoreClient(options, self, report, max_restarts=max_restarts)
+        self._client = CoreClient(options, self, report, **process)
         self._heartbeat_timeout = timeout
         self._tokenizer: asyncio.Task[Tokenizer | None] | None = None
         self._mail: dict[str, _Mailbox] = {}  # of open requests
@@ -62,6 +62,8 @@ class AsyncLLM:
         report: Report | None = None,
         max_restarts: int = 3,
         heartbeat_timeout: float = 20.0,
+        stall_timeout: float = 600.0,
+        on_printed: Callable[[str], None] | None = None,
         **options: Any,
     ) -> "AsyncLLM":
         """Start the core's process, and wait until it is ready.
@@ -69,11 +71,21 @@ class AsyncLLM:
         `options` are the fields of `stoop.config.schema.EngineOptions`. `report(stage, done,
         total)` is called for every slow part of the start. The process is restarted at most
         `max_restarts` times within ten minutes. `healthy` is False after `heartbeat_timeout`
-        seconds without a sign of life.
+        seconds without a sign of life, and after `stall_timeout` seconds the process counts as
+        hung and is restarted; 0 turns that off. It must be longer than any step takes. If
+        `on_printed` is given, it takes the lines that the process prints, instead of standard
+        error.
         """
         made = make_options(model, options)
         check_options(made)
-        llm = cls(made, report, max_restarts, heartbeat_timeout)
+        llm = cls(
+            made,
+            report,
+            heartbeat_timeout,
+            max_restarts=max_restarts,
+            stall_timeout=stall_timeout,
+            on_printed=on_printed,
+        )
         await llm._start()
         return llm
 
@@ -164,13 +176,15 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        final_only: bool = False,
     ) -> "DeltaStream":
         """What is new in the answers, as it comes. This call checks the request and queues it.
 
-        Closing the iterator, dropping it, or cancelling the task that waits for its next item
-        aborts the request.
+        With `final_only` there is one item, the whole answers once they are complete; `output`
+        has what there is of them before. Closing the iterator, dropping it, or cancelling the task
+        that waits for its next item aborts the request.
         """
-        group = self._make_group(prompt, params, request_id, priority, final_only=False)
+        group = self._make_group(prompt, params, request_id, priority, final_only=final_only)
         cursor = GroupCursor(group)
         return DeltaStream(self, self._submit(group), cursor)
 
@@ -401,13 +415,17 @@ class DeltaStream:
             raise StopAsyncIteration
         try:
             self._box.check()
-            while (item := self._cursor.take_new()) is None:
+            while (item := self._take_new()) is None:
                 await self._box.wait()
         except BaseException:
             await self.aclose()
             raise
         self._ended = item.finished
         return item
+
+    def _take_new(self) -> RequestDelta | None:
+        group = self._box.group
+        return None if group.final_only and not group.finished else self._cursor.take_new()
 
     async def aclose(self) -> None:
         """Abort the request, unless it has ended."""

@@ -4,12 +4,15 @@ import dataclasses
 import logging
 import sys
 import typing
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from stoop.cli.logs import set_up_json_logging
 from stoop.cli.options import (
     Command,
     Model,
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from stoop.async_llm import AsyncLLM
     from stoop.server.service import Service
 
-LISTS = ("model_names", "api_keys", "allow_origins")
+LISTS = ("model_names", "api_keys", "allow_origins", "allow_hosts")
 
 
 def server_flags(command: Command) -> Command:
@@ -67,6 +70,8 @@ def serve(
     server: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, at http://127.0.0.1:8000/v1 by default."""
+    _set_up_request_log()  # to standard error as it is now: its lines are complete
+    tell = set_up_json_logging() if server["log_format"] == "json" else None
     check_engine(model, engine)
     given: dict[str, Any]
     given = {name: tuple(value) if name in LISTS else value for name, value in server.items()}
@@ -74,8 +79,7 @@ def serve(
     given["api_keys"] += environment_keys()
     settings = ServerSettings(**given)
     run = _import_server()
-    _set_up_request_log()
-    raise typer.Exit(_run(run, settings, model, engine))
+    raise typer.Exit(_run(run, settings, model, engine, tell))
 
 
 def _names(model: str) -> tuple[str, ...]:
@@ -108,7 +112,14 @@ def _set_up_request_log() -> None:
     log.setLevel(logging.INFO)
 
 
-def _run(run: Any, settings: ServerSettings, model: str, engine: dict[str, Any]) -> int:
+def _run(
+    run: Any,
+    settings: ServerSettings,
+    model: str,
+    engine: dict[str, Any],
+    tell: Callable[[str, str], None] | None = None,
+) -> int:
+    """tell: takes the lines that the engine's process prints, with a name for them"""
     import asyncio
 
     if not settings.loopback and not settings.api_keys:
@@ -125,8 +136,14 @@ def _run(run: Any, settings: ServerSettings, model: str, engine: dict[str, Any])
             from stoop.async_llm import AsyncLLM
             from stoop.grammar.parsing import import_early
 
-            restarts = settings.max_restarts
-            starting = AsyncLLM.start(model, report=report, max_restarts=restarts, **engine)
+            starting = AsyncLLM.start(
+                model,
+                report=report,
+                max_restarts=settings.max_restarts,
+                stall_timeout=settings.stall_timeout,
+                on_printed=partial(tell, "stoop.engine.core_process") if tell else None,
+                **engine,
+            )
             if engine.get("capture_structured"):
                 # Grammars are expected. The import overlaps with the start of the other process.
                 llm, _ = await asyncio.gather(starting, asyncio.to_thread(import_early))

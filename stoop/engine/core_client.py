@@ -6,23 +6,21 @@ Everything here runs on one asyncio event loop.
 import asyncio
 import logging
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from stoop.config import errors
 from stoop.config.errors import CoreDied, MemoryShortage, StoopError
 from stoop.config.schema import EngineOptions
 from stoop.core.messages import Delta
 from stoop.core.report import Report
+from stoop.engine.child import Connection, PrintedLines, how_ended, spawn
+from stoop.engine.silence import Silence
 from stoop.engine.wire import (
     Command,
-    Decoder,
     Deltas,
     Failed,
     Found,
@@ -42,6 +40,7 @@ log = logging.getLogger(__name__)
 
 RESTART_WINDOW = 600.0  # seconds in which at most `max_restarts` restarts are tried
 STOP_SECONDS = 5.0  # that a core gets to end by itself
+KILL_SECONDS = 30.0  # that a killed one gets: a driver that hangs may keep it
 
 
 class Listener(Protocol):
@@ -65,7 +64,7 @@ class Listener(Protocol):
 
 
 class CoreClient:
-    """A core's process, restarted when it dies.
+    """A core's process, restarted when it dies or says nothing for too long.
 
     A new process that fails to start counts as a restart too.
     """
@@ -77,7 +76,12 @@ class CoreClient:
         report: Report | None = None,
         *,
         max_restarts: int = 3,
+        stall_timeout: float = 600.0,
+        on_printed: Callable[[str], None] | None = None,
     ) -> None:
+        """stall_timeout: seconds of silence after which the process is restarted; 0 for never.
+        on_printed: takes the lines that it prints, which otherwise go to standard error
+        """
         self.state = "starting"  # then ready, restarting, dead or stopped
         self.num_restarts = 0
         self.metrics: dict[str, Any] = {}
@@ -87,12 +91,17 @@ class CoreClient:
         self._max_restarts = max_restarts
         self._restarts: list[float] = []  # when they were tried
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
+        self._on_printed = on_printed
+        self._printed: PrintedLines | None = None
+        self._silence = Silence(stall_timeout)
+        self._next_look: asyncio.TimerHandle | None = None
         self._started: asyncio.Future[Ready] | None = None  # of the process that is starting
         self._recovery: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_questions = 0
         self._last_beat = time.monotonic()
+        self._first_start = 0.0  # seconds that it took
 
     @property
     def pid(self) -> int | None:
@@ -125,6 +134,7 @@ class CoreClient:
 
     async def start(self) -> Ready:
         """Start the first process. Its errors are raised here; there is no second try."""
+        begun = time.monotonic()
         try:
             ready = await self._launch()
         except BaseException:
@@ -133,6 +143,8 @@ class CoreClient:
             raise
         self._become_ready(ready)
         self._check_open()
+        self._first_start = time.monotonic() - begun
+        self._look_later()
         return ready
 
     def refuse(self, error: Exception) -> None:
@@ -145,17 +157,28 @@ class CoreClient:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = _spawn(theirs.fileno())
+                self._process = await self._spawn(theirs.fileno())
             except BaseException:
                 ours.close()
                 raise
+        self._silence.end()
         self._started = started = loop.create_future()
         process = self._process
-        self._connection = connection = _Connection(self._take, lambda: self._on_closed(process))
+        self._connection = connection = Connection(self._take, lambda: self._on_closed(process))
         await loop.create_unix_connection(lambda: connection, sock=ours)
         level = logging.getLogger("stoop").getEffectiveLevel()
         connection.write(encode(Start(self._options, level)))
         return await started
+
+    async def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        if self._on_printed is None:
+            return spawn(fd)
+        self._printed = PrintedLines(self._on_printed)
+        output = await self._printed.open_pipe()
+        try:
+            return spawn(fd, output)
+        finally:
+            os.close(output)
 
     def _become_ready(self, ready: Ready) -> None:
         self._last_beat = time.monotonic()
@@ -180,17 +203,58 @@ class CoreClient:
             return
         if self.state != "ready":
             return
-        error = CoreDied("the engine's process died, and this request with it: retry")
+        log.error("the engine's process %d died", process.pid)
+        self._lose(CoreDied("the engine's process died, and this request with it: retry"))
+        self._recovery = asyncio.get_running_loop().create_task(self._recover())
+
+    def _lose(self, error: CoreDied) -> None:
+        """The process is of no more use, and neither are its requests."""
         self.state = "restarting"
         self.metrics |= dict.fromkeys(
             ("num_requests_running", "num_requests_waiting", "kv_cache_usage"), 0
         )
-        log.error("the engine's process %d died", process.pid)
         self._fail_replies(error)
-        self._listener.on_died(error)
-        self._recovery = asyncio.get_running_loop().create_task(self._recover())
+        try:
+            self._listener.on_died(error)
+        except Exception:  # the engine comes back in any case
+            log.exception("the front end failed when it was told that the engine died")
+
+    # ---- a process that hangs ----
+
+    def _look_later(self) -> None:
+        if self._silence.limit:
+            loop = asyncio.get_running_loop()
+            self._next_look = loop.call_later(self._silence.interval, self._look)
+
+    def _look(self) -> None:
+        """A core with nothing to do says so every second; one that loads, how far it is."""
+        if self.state in ("dead", "stopped"):
+            return
+        self._look_later()
+        # A start may be as silent as the first one was long.
+        if self._silence.look(0.0 if self.state == "ready" else self._first_start):
+            self._give_up_hung()
+
+    def _give_up_hung(self) -> None:
+        seconds = self._silence.limit
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(CoreDied("it said nothing for too long"))
+        elif self.state == "ready":
+            log.error("the engine's process %s said nothing for %g s: it hangs", self.pid, seconds)
+            self._lose(CoreDied("the engine's process hung, and this request with it: retry"))
+            self._recovery = asyncio.get_running_loop().create_task(self._recover())
+
+    # ---- recovery ----
 
     async def _recover(self) -> None:
+        """Start the process again; whatever goes wrong here, the state says so."""
+        try:
+            await self._restart()
+        except Exception:
+            log.exception("the engine's process could not be restarted")
+            self._give_up()
+
+    async def _restart(self) -> None:
         while self.state == "restarting":
             await self._reap()
             now = time.monotonic()
@@ -213,7 +277,12 @@ class CoreClient:
                 continue
             log.warning("the engine's process %s is ready", self.pid)
             self._become_ready(ready)
-            self._listener.on_restarted(ready)
+            try:
+                self._listener.on_restarted(ready)
+            except Exception:
+                log.exception("the front end failed on the restarted engine")
+                self._lose(CoreDied("the engine failed when it was restarted: retry"))
+                continue
             self._check_open()
             return
 
@@ -223,7 +292,11 @@ class CoreClient:
             "the engine's process died again after %d restarts: it stays down",
             len(self._restarts),
         )
-        self._listener.on_dead(CoreDied("the engine's process died too often: restart the engine"))
+        error = CoreDied("the engine's process died too often: restart the engine")
+        try:
+            self._listener.on_dead(error)
+        except Exception:
+            log.exception("the front end failed when it was told that the engine stays down")
 
     async def _reap(self) -> None:
         """Make sure that the process is gone, and its memory on the device with it."""
@@ -232,13 +305,21 @@ class CoreClient:
             connection.close()
         if process is not None:
             process.kill()
-            status = await asyncio.to_thread(process.wait)
-            level = logging.WARNING if self.state == "restarting" else logging.INFO
-            log.log(level, "the engine's process %d ended %s", process.pid, _how(status))
+            try:
+                status = await asyncio.to_thread(process.wait, KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.error("the engine's process %d cannot be killed: leaving it", process.pid)
+            else:
+                level = logging.WARNING if self.state == "restarting" else logging.INFO
+                log.log(level, "the engine's process %d ended %s", process.pid, how_ended(status))
+        if self._printed is not None:
+            await self._printed.close()
 
     async def stop(self) -> None:
         """Stop the process for good."""
         running, self.state = self.state == "ready", "stopped"
+        if self._next_look is not None:
+            self._next_look.cancel()
         if self._recovery is not None:
             self._recovery.cancel()
             await asyncio.wait([self._recovery])
@@ -269,6 +350,7 @@ class CoreClient:
 
     def _take(self, messages: Sequence[Any]) -> None:
         """All messages that are here. The deltas of several steps go on together."""
+        self._silence.end()
         deltas: list[Delta] = []
         others = []
         for message in messages:
@@ -315,52 +397,6 @@ class CoreClient:
             self._started.set_result(outcome)
 
 
-class _Connection(asyncio.Protocol):
-    """Frames over a socket."""
-
-    def __init__(
-        self, take: Callable[[Sequence[Any]], None], on_closed: Callable[[], None]
-    ) -> None:
-        self._take = take
-        self._on_closed = on_closed
-        self._decoder = Decoder()
-        self._transport: asyncio.Transport | None = None
-        self.closed = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._take(self._decoder.feed(data))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport, self.closed = None, True
-        self._on_closed()
-
-    def write(self, frame: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(frame)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-
-def _spawn(fd: int) -> subprocess.Popen[bytes]:
-    """A process with this end of the socket pair, and the same stoop package as here."""
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        # -P: a folder called stoop where the user happens to be is not the package.
-        [sys.executable, "-P", "-m", "stoop.engine.core_process", str(fd)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # standard output belongs to the front end
-        pass_fds=[fd],
-        start_new_session=True,  # out of reach of the terminal's Ctrl-C
-    )
-
-
 def _as_error(failed: Failed) -> Exception:
     """The error of a core that could not start."""
     if failed.kind == "MemoryShortage":
@@ -372,9 +408,3 @@ def _as_error(failed: Failed) -> Exception:
     if isinstance(kind, type) and issubclass(kind, StoopError):
         return kind(failed.sentence)
     return CoreDied(f"the engine failed ({failed.kind}: {failed.sentence}): see its traceback")
-
-
-def _how(status: int) -> str:
-    if status < 0:
-        return f"by signal {-status} ({signal.Signals(-status).name})"
-    return f"with status {status}"

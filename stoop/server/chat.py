@@ -1,57 +1,39 @@
 """`/v1/chat/completions`."""
 
-import json
-import time
 import uuid
-from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fastapi.responses import Response
 from starlette.requests import Request
 
 from stoop.core.deltas import AnswerDelta, RequestDelta
-from stoop.server.conversation import Conversation, Plan, format_structure, make_plan
-from stoop.server.errors import ApiError
-from stoop.server.generation import Generation, WholeAnswer
+from stoop.server.chunks import ChunkWriter, Shape
+from stoop.server.conversation import Conversation, Turn, begin, format_structure
+from stoop.server.generation import WholeAnswer
 from stoop.server.logprobs import TokenTexts, chat_logprobs, prompt_scores
-from stoop.server.pieces import CallArguments, CallStart, Content, Parts, Piece, Reader, Reasoning
+from stoop.server.pieces import CallArguments, CallStart, Content, Parts, Piece, Reasoning
 from stoop.server.prompts import plain_messages
 from stoop.server.protocol.chat import ChatRequest, NamedTool
+from stoop.server.reading import AnswerReader
 from stoop.server.service import Service
-from stoop.server.transport import (
-    DONE,
-    RECORD,
-    EventStream,
-    error_event,
-    json_response,
-    make_generation,
-    until_gone,
-)
+from stoop.server.transport import RECORD, EventStream, json_response, whole_answers
 
 
 async def chat_completions(service: Service, request: Request, body: ChatRequest) -> Response:
-    model = service.check_model(body.model)
-    service.check_room(body.n or 1)
-    plan = await make_plan(
+    turn = await begin(
         service,
-        _conversation(body),
+        request,
         body,
+        _conversation,
+        body.n or 1,
         n=body.n,
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    record = request.scope[RECORD]
-    if service.settings.log_prompts:
-        record["prompt"] = plan.prompt.text
-    generation = make_generation(
-        service, request, [plan.prompt], plan.params, priority=body.priority, operation="chat"
-    )
-    made = Shape(f"chatcmpl-{record['id']}", model, body, plan)
+    shape = ChatShape(f"chatcmpl-{request.scope[RECORD]['id']}", body, turn)
     if body.stream:
-        return EventStream(service, generation, ChatWriter(service, generation, made))
-    whole = generation.whole(with_drafts=bool(body.return_draft_positions))
-    answers = await until_gone(request, service, whole)
-    return json_response(made.whole(service, generation, answers))
+        return EventStream(service, turn.generation, ChatWriter(shape))
+    return json_response(shape.whole(await whole_answers(request, turn.generation)))
 
 
 def _conversation(body: ChatRequest) -> Conversation:
@@ -79,44 +61,32 @@ def finish_name(reason: str | None, num_calls: int, named: bool) -> str | None:
     return "tool_calls" if reason == "stop" and num_calls and not named else reason
 
 
-class Shape:
-    """What every answer to one chat request has."""
+class ChatShape(Shape[ChatRequest]):
+    kind = "chat.completion"
 
-    def __init__(self, answer_id: str, model: str, body: ChatRequest, plan: Plan) -> None:
-        self.id, self.model, self.body, self.plan = answer_id, model, body, plan
-        self.created = int(time.time())
+    def __init__(self, answer_id: str, body: ChatRequest, turn: Turn) -> None:
+        super().__init__(answer_id, turn.model, body, turn.plan.tokenizer)
+        self.turn, self.named = turn, turn.plan.named
 
     def logprobs(self, token_ids: list[int], scores: Any) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        count = self.body.top_logprobs or 0
-        return chat_logprobs(token_ids, scores or [], count, self.plan.tokenizer)
+        return chat_logprobs(token_ids, scores or [], self.body.top_logprobs or 0, self.tokenizer)
 
-    def whole(
-        self, service: Service, generation: Generation, answers: list[WholeAnswer]
-    ) -> dict[str, Any]:
-        found = {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [self._choice(service, answer) for answer in answers],
-            "usage": generation.usage(),
-            "system_fingerprint": None,
-        }
+    def whole(self, answers: list[WholeAnswer]) -> dict[str, Any]:
+        choices = [self._choice(answer) for answer in answers]  # which counts their reasoning
+        generation = self.turn.generation
+        found = self.envelope(choices, generation.usage())
         if self.body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_scores(
-                generation.prompt_logprobs.get(generation.ids[0])
-            )
+            scores = generation.prompt_logprobs.get(generation.ids[0])
+            found["prompt_logprobs"] = prompt_scores(scores)
         return found
 
-    def _choice(self, service: Service, answer: WholeAnswer) -> dict[str, Any]:
-        parts = Parts(answer.text, "", [])
-        if self.plan.make_reader is not None:
-            reader = self.plan.make_reader()
-            parts = Parts.of([*reader.feed(answer.text), *reader.finish()])
+    def _choice(self, answer: WholeAnswer) -> dict[str, Any]:
+        reader = self.turn.make_reader()
+        parts = Parts.of(reader.read(answer.text, answer.token_ids, last=True))
         message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
-        if service.settings.reasoning_parser is not None:
+        if self.turn.generation.splits_reasoning:
             message["reasoning_content"] = parts.reasoning or None
         if parts.calls:
             message["content"] = parts.content or None
@@ -127,14 +97,11 @@ class Shape:
             "index": answer.index,
             "message": message,
             "logprobs": self.logprobs(answer.token_ids, answer.logprobs),
-            "finish_reason": finish_name(answer.finish_reason, len(parts.calls), self.plan.named),
+            "finish_reason": finish_name(answer.finish_reason, len(parts.calls), self.named),
             "stop_reason": answer.stop_reason,
         }
         if self.body.return_draft_positions:
-            texts = TokenTexts(service.llm.tokenizer)
-            choice["tokens"] = texts.feed(
-                answer.text, answer.token_ids, answer.draft_positions, last=True
-            )
+            choice["tokens"] = self.drafts(answer)
         return choice
 
 
@@ -150,7 +117,7 @@ def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
 class _Choice:
     """One answer of a stream."""
 
-    def __init__(self, index: int, reader: Reader | None, texts: TokenTexts | None) -> None:
+    def __init__(self, index: int, reader: AnswerReader, texts: TokenTexts | None) -> None:
         self.index = index
         self.reader = reader
         self.texts = texts
@@ -158,34 +125,21 @@ class _Choice:
         self.num_calls = 0
 
 
-class ChatWriter:
-    """The chunks of a chat stream.
+class ChatWriter(ChunkWriter):
+    kind = "chat.completion.chunk"
+    before_text, after_text = '"delta":{"content":', "}"
 
-    Most chunks are text of an answer without parsers or scores: for them, all but the text is
-    made once.
-    """
-
-    def __init__(self, service: Service, generation: Generation, shape: Shape) -> None:
-        self.generation, self.shape = generation, shape
-        body, make = shape.body, shape.plan.make_reader
+    def __init__(self, shape: ChatShape) -> None:
+        turn, body = shape.turn, shape.body
+        super().__init__(turn.generation, shape)
+        self.shape = shape
         self._choices = []
-        for index in range(generation.num_choices):
-            texts = TokenTexts(service.llm.tokenizer) if body.return_draft_positions else None
-            self._choices.append(_Choice(index, make() if make else None, texts))
-        self._head = (
-            f'data: {{"id":{json.dumps(shape.id)},"object":"chat.completion.chunk",'
-            f'"created":{shape.created},"model":{json.dumps(shape.model)},'
-            '"system_fingerprint":null,"choices":['
+        for index in range(turn.generation.num_choices):
+            texts = TokenTexts(shape.tokenizer) if body.return_draft_positions else None
+            self._choices.append(_Choice(index, turn.make_reader(), texts))
+        self._plain = turn.plan.make_reader is None and not (
+            body.logprobs or body.return_draft_positions or body.usage_in_chunks
         )
-        usage = ',"usage":null' if body.include_usage else ""
-        self._tail = f"]{usage}}}\n\n"
-        plain = not (body.logprobs or make or body.return_draft_positions or body.usage_in_chunks)
-        self._text_heads = [
-            f'{self._head}{{"index":{index},"delta":{{"content":'
-            for index in range(generation.num_choices)
-        ]
-        self._text_tail = f'}},"logprobs":null,"finish_reason":null}}{self._tail}'
-        self._plain = plain
 
     def chunk(self, delta: RequestDelta) -> bytes:
         out: list[str] = []
@@ -193,45 +147,24 @@ class ChatWriter:
             choice = self._choices[answer.index]
             if not choice.begun:
                 choice.begun = True
-                out.append(self._event(choice, {"role": "assistant", "content": ""}))
+                self._add(out, choice, {"role": "assistant", "content": ""})
             if not self._plain:
                 self._pieces(out, choice, answer)
             elif answer.text:
-                out += (
-                    self._text_heads[answer.index],
-                    encode_basestring_ascii(answer.text),
-                    self._text_tail,
-                )
+                self._add_text(out, answer.index, answer.text)
             if answer.finish_reason is not None:
                 self._finish(out, choice, answer)
         return "".join(out).encode()
 
-    def end(self) -> bytes:
-        if not self.shape.body.include_usage:
-            return DONE
-        usage = json.dumps(self.generation.usage())
-        return f'{self._head}],"usage":{usage}}}\n\n'.encode() + DONE
-
-    def error(self, error: ApiError) -> bytes:
-        return error_event(error)
-
     # ---- chunks with more than text ----
 
-    def _event(self, choice: _Choice, delta: dict[str, Any], **more: Any) -> str:
-        fields = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        tail = self._tail
-        if self.shape.body.usage_in_chunks:
-            tail = f'],"usage":{json.dumps(self.generation.usage())}}}\n\n'
-        return f"{self._head}{json.dumps({**fields, **more})}{tail}"
+    def _add(self, out: list[str], choice: _Choice, delta: dict[str, Any], **more: Any) -> None:
+        out.append(self._event(choice.index, {"delta": delta}, **more))
 
     def _pieces(self, out: list[str], choice: _Choice, answer: AnswerDelta) -> None:
         """Chunks for the pieces of new text; the first one has the scores and the tokens."""
         last = answer.finish_reason is not None
-        pieces: list[Piece] = [Content(answer.text)] if answer.text else []
-        if choice.reader is not None:
-            pieces = choice.reader.feed(answer.text)
-            if last:
-                pieces += choice.reader.finish()
+        pieces = choice.reader.read(answer.text, answer.token_ids, last)
         more: dict[str, Any] = {}
         if self.shape.body.logprobs and answer.token_ids:
             more["logprobs"] = self.shape.logprobs(answer.token_ids, answer.logprobs)
@@ -244,7 +177,7 @@ class ChatWriter:
         if more and not pieces:
             pieces = [Content("")]
         for piece in pieces:
-            out.append(self._event(choice, self._delta(choice, piece), **more))
+            self._add(out, choice, self._delta(choice, piece), **more)
             more = {}
 
     def _delta(self, choice: _Choice, piece: Piece) -> dict[str, Any]:
@@ -259,5 +192,5 @@ class ChatWriter:
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
     def _finish(self, out: list[str], choice: _Choice, answer: AnswerDelta) -> None:
-        reason = finish_name(answer.finish_reason, choice.num_calls, self.shape.plan.named)
-        out.append(self._event(choice, {}, finish_reason=reason, stop_reason=answer.stop_reason))
+        reason = finish_name(answer.finish_reason, choice.num_calls, self.shape.named)
+        self._add(out, choice, {}, finish_reason=reason, stop_reason=answer.stop_reason)

@@ -1,8 +1,5 @@
 """`/v1/completions`."""
 
-import json
-import time
-from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fastapi.responses import Response
@@ -10,21 +7,19 @@ from starlette.requests import Request
 
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.sampling_params import SamplingParams
+from stoop.server.chunks import ChunkWriter, Shape
 from stoop.server.conversation import format_structure, one_structure, with_structure
-from stoop.server.errors import ApiError
 from stoop.server.generation import Generation, WholeAnswer
 from stoop.server.logprobs import CompletionLogprobs, TokenTexts, prompt_scores
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.protocol.completions import CompletionRequest
 from stoop.server.service import Service
 from stoop.server.transport import (
-    DONE,
     RECORD,
     EventStream,
-    error_event,
     json_response,
     make_generation,
-    until_gone,
+    whole_answers,
 )
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -34,9 +29,6 @@ async def completions(service: Service, request: Request, body: CompletionReques
     model = service.check_model(body.model)
     service.check_room(len(body.prompts) * (body.n or 1))
     prompts = await service.prompts.encode(body.prompts)
-    record = request.scope[RECORD]
-    if service.settings.log_prompts:
-        record["prompt"] = body.prompt
     params = _params(service, body)
     await service.prompts.check_grammar(params)
     generation = make_generation(
@@ -46,13 +38,13 @@ async def completions(service: Service, request: Request, body: CompletionReques
         params,
         priority=body.priority,
         operation="text_completion",
+        shown=body.prompt,
     )
-    shape = Shape(f"cmpl-{record['id']}", model, body, service)
+    answer_id = f"cmpl-{request.scope[RECORD]['id']}"
+    shape = CompletionShape(answer_id, model, body, service.llm.tokenizer)
     if body.stream:
         return EventStream(service, generation, CompletionWriter(generation, shape))
-    whole = generation.whole(with_drafts=bool(body.return_draft_positions))
-    answers = await until_gone(request, service, whole)
-    return json_response(shape.whole(generation, answers))
+    return json_response(shape.whole(generation, await whole_answers(request, generation)))
 
 
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
@@ -71,15 +63,8 @@ def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     return with_structure(params, structure)
 
 
-class Shape:
-    """What every answer to one request has."""
-
-    def __init__(
-        self, answer_id: str, model: str, body: CompletionRequest, service: Service
-    ) -> None:
-        self.id, self.model, self.body = answer_id, model, body
-        self.tokenizer = service.llm.tokenizer
-        self.created = int(time.time())
+class CompletionShape(Shape[CompletionRequest]):
+    kind = "text_completion"
 
     def whole(self, generation: Generation, answers: list[WholeAnswer]) -> dict[str, Any]:
         choices = []
@@ -90,15 +75,7 @@ class Shape:
         if self.body.max_tokens == 0:
             usage["total_tokens"] = usage["prompt_tokens"]
             usage["completion_tokens"] = 0
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "usage": usage,
-            "system_fingerprint": None,
-        }
+        return self.envelope(choices, usage)
 
     def _choice(self, generation: Generation, answer: WholeAnswer, place: int) -> dict[str, Any]:
         prompt, scores = generation.prompts[place], generation.prompt_logprobs
@@ -126,10 +103,7 @@ class Shape:
         if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_scores(found)
         if self.body.return_draft_positions:
-            texts = TokenTexts(self.tokenizer)
-            choice["tokens"] = texts.feed(
-                answer.text, answer.token_ids, answer.draft_positions, last=True
-            )
+            choice["tokens"] = self.drafts(answer)
         return choice
 
     def prompt_text(self, prompt: EncodedPrompt) -> str:
@@ -138,24 +112,17 @@ class Shape:
         return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
 
-class CompletionWriter:
-    """The chunks of a text stream; as with chat, plain ones are made with little work."""
+class CompletionWriter(ChunkWriter):
+    kind = "text_completion"
+    before_text, after_text = '"text":', ""
 
-    def __init__(self, generation: Generation, shape: Shape) -> None:
-        self.generation, self.shape = generation, shape
+    def __init__(self, generation: Generation, shape: CompletionShape) -> None:
+        super().__init__(generation, shape)
+        self.shape = shape
         body, count = shape.body, generation.num_choices
         self._begun = [False] * count
         self._texts = [TokenTexts(shape.tokenizer) for _ in range(count)]
         self._logprobs = [CompletionLogprobs(body.logprobs or 0) for _ in range(count)]
-        self._head = (
-            f'data: {{"id":{json.dumps(shape.id)},"object":"text_completion",'
-            f'"created":{shape.created},"model":{json.dumps(shape.model)},'
-            '"system_fingerprint":null,"choices":['
-        )
-        usage = ',"usage":null' if body.include_usage else ""
-        self._tail = f"]{usage}}}\n\n"
-        self._text_heads = [f'{self._head}{{"index":{index},"text":' for index in range(count)]
-        self._text_tail = f',"logprobs":null,"finish_reason":null}}{self._tail}'
         self._plain = body.logprobs is None and not (
             body.return_draft_positions or body.usage_in_chunks
         )
@@ -172,31 +139,11 @@ class CompletionWriter:
             if not self._plain:
                 self._scored(out, index, answer)
             elif answer.text:
-                out += (
-                    self._text_heads[index],
-                    encode_basestring_ascii(answer.text),
-                    self._text_tail,
-                )
+                self._add_text(out, index, answer.text)
             if answer.finish_reason is not None:
                 more = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
-                out.append(self._event(index, "", **more))
+                out.append(self._event(index, {"text": ""}, **more))
         return "".join(out).encode()
-
-    def end(self) -> bytes:
-        if not self.shape.body.include_usage:
-            return DONE
-        usage = json.dumps(self.generation.usage())
-        return f'{self._head}],"usage":{usage}}}\n\n'.encode() + DONE
-
-    def error(self, error: ApiError) -> bytes:
-        return error_event(error)
-
-    def _event(self, index: int, text: str, **more: Any) -> str:
-        fields = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        tail = self._tail
-        if self.shape.body.usage_in_chunks:
-            tail = f'],"usage":{json.dumps(self.generation.usage())}}}\n\n'
-        return f"{self._head}{json.dumps({**fields, **more})}{tail}"
 
     def _echo(self, out: list[str], index: int, place: int, delta: RequestDelta) -> None:
         """The prompt, as the first chunk of its answer."""
@@ -213,7 +160,7 @@ class CompletionWriter:
             more["logprobs"] = self._logprobs[index].shape(prompt.token_ids, scores or [])
         if body.echo or more:
             text = self.shape.prompt_text(prompt) if body.echo else ""
-            out.append(self._event(index, text, **more))
+            out.append(self._event(index, {"text": text}, **more))
 
     def _scored(self, out: list[str], index: int, answer: AnswerDelta) -> None:
         body = self.shape.body
@@ -230,4 +177,4 @@ class CompletionWriter:
             if tokens:
                 more["tokens"] = tokens
         if answer.text or more:
-            out.append(self._event(index, answer.text, **more))
+            out.append(self._event(index, {"text": answer.text}, **more))

@@ -1,19 +1,24 @@
 """A conversation becomes a plan: the prompt, the sampling parameters, how to read the answer.
 
-Chat completions and responses differ in their shapes only; what they mean is decided here.
+Chat completions and responses differ in their shapes only; what they mean is decided here, and
+how they begin.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.structured import StructuredOutputs
 from stoop.server.errors import refuse
+from stoop.server.generation import Generation
 from stoop.server.pieces import OneCall, PlainReader, Reader
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.protocol.base import ResponseFormat, SamplingFields
+from stoop.server.reading import AnswerReader, ReasoningCount
 from stoop.server.reasoning import (
     END,
     START,
@@ -23,7 +28,10 @@ from stoop.server.reasoning import (
 )
 from stoop.server.service import Service
 from stoop.server.tools.forced import NamedCall, parameters
+from stoop.server.transport import make_generation
 from stoop.text.tokenizer import Tokenizer
+
+Body = TypeVar("Body", bound=SamplingFields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +62,57 @@ class Plan:
     prompt: EncodedPrompt
     params: SamplingParams
     tokenizer: Tokenizer
-    make_reader: Callable[[], Reader] | None  # None: all text is content
+    make_reader: Callable[[], AnswerReader] | None  # None: all text is content
     named: bool = False  # the answer is the arguments of one function
 
 
-async def make_plan(
+@dataclass(frozen=True)
+class Turn:
+    """A request whose answer is about to be generated."""
+
+    model: str  # the name that the answer gives
+    plan: Plan
+    generation: Generation
+
+    def make_reader(self) -> AnswerReader:
+        """For one of the answers, whose reasoning is then counted."""
+        make = self.plan.make_reader
+        reader = make() if make is not None else AnswerReader(PlainReader())
+        self.generation.readers.append(reader)
+        return reader
+
+
+async def begin(
+    service: Service,
+    request: Request,
+    body: Body,
+    read: Callable[[Body], Conversation],
+    num_answers: int = 1,
+    **sampling: Any,
+) -> Turn:
+    """Check the request and plan it; nothing is generated yet.
+
+    sampling: what the endpoint sets of `SamplingParams` beyond the common fields
+    """
+    model = service.check_model(body.model)
+    service.check_room(num_answers)
+    plan = await _make_plan(service, read(body), body, **sampling)
+    generation = make_generation(
+        service,
+        request,
+        [plan.prompt],
+        plan.params,
+        priority=body.priority,
+        operation="chat",
+        shown=plan.prompt.text,
+    )
+    generation.splits_reasoning = service.settings.reasoning_parser is not None
+    return Turn(model, plan, generation)
+
+
+async def _make_plan(
     service: Service, talk: Conversation, fields: SamplingFields, **sampling: Any
 ) -> Plan:
-    """sampling: what the endpoint sets of `SamplingParams` beyond the common fields"""
     tools = talk.tools if talk.tool_choice != "none" else []
     prompt = await service.prompts.render(
         talk.messages,
@@ -78,17 +129,25 @@ async def make_plan(
     params = fields.sampling(service.llm.default_params, **sampling)
     params = with_structure(params, structure)
     await service.prompts.check_grammar(params)
-    if tools and _hides_markers(service):
+    tokenizer = service.llm.tokenizer
+    markers = (*(service.tool_format.markers if tools else ()), *((START, END) if thinks else ()))
+    if _hides_any(tokenizer, markers):
         params = params.replace(skip_special_tokens=False)
-    make = _reader(service, talk)
+    rest = _reader(service, talk)
+    make: Callable[[], AnswerReader] | None = None
     if thinks:
-        opened = opens_reasoning(prompt.text)
-        rest = make or PlainReader
+        opened, skips = opens_reasoning(prompt.text), params.skip_special_tokens
 
-        def make() -> Reader:
-            return ReasoningReader(rest(), opened)
+        def make() -> AnswerReader:
+            reader = ReasoningReader((rest or PlainReader)(), opened)
+            return AnswerReader(reader, ReasoningCount(reader, tokenizer, skips))
 
-    return Plan(prompt, params, service.llm.tokenizer, make, talk.tool_choice == "named")
+    elif rest is not None:
+
+        def make() -> AnswerReader:
+            return AnswerReader(rest())
+
+    return Plan(prompt, params, tokenizer, make, talk.tool_choice == "named")
 
 
 def with_structure(params: SamplingParams, structure: dict[str, Any] | None) -> SamplingParams:
@@ -241,10 +300,9 @@ def _reader(service: Service, talk: Conversation) -> Callable[[], Reader] | None
     return lambda: form.reader(talk.names)
 
 
-def _hides_markers(service: Service) -> bool:
-    """Whether the tokenizer takes the tags of calls for special tokens, which it leaves out."""
-    tokenizer = service.llm.tokenizer
-    for marker in service.tool_format.markers:
+def _hides_any(tokenizer: Tokenizer, markers: Sequence[str]) -> bool:
+    """Whether the tokenizer takes one of these for a special token, which it leaves out."""
+    for marker in markers:
         ids = tokenizer.encode(marker, add_special_tokens=False)
         if len(ids) == 1 and ids[0] in tokenizer.special_ids:
             return True

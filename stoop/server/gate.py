@@ -12,7 +12,9 @@ from typing import Any
 
 from stoop.server.errors import CLIENT_GONE, ApiError, ClientGone, unavailable
 from stoop.server.service import Service
+from stoop.server.settings import host_name
 from stoop.server.transport import (
+    ARRIVAL,
     RAW_SEND,
     RECORD,
     UNIQUE_ID,
@@ -39,6 +41,7 @@ class Gate:
         self.service = service
         self.public = frozenset((*PUBLIC, *public))
         self.keys = [key.encode() for key in service.settings.api_keys]
+        self.hosts = service.settings.hosts
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -89,6 +92,7 @@ class Gate:
             record["id"] = text
         # Requests may share an id, which the engine does not allow.
         scope[UNIQUE_ID] = f"{record['id']}.{next(self._numbers)}"
+        self._check_host(headers)
         public = scope["path"] in self.public
         if not public and scope["method"] != "OPTIONS":
             self._check_key(headers)
@@ -96,7 +100,23 @@ class Gate:
                 raise unavailable("draining")
         if not public and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
             receive = await self._read_body(headers, receive)
+        scope[ARRIVAL] = time.perf_counter()
         await self.app(scope, receive, send)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse names that only another site's page would use; browsers always send one."""
+        given = headers.get(b"host")
+        if self.hosts is None or given is None:
+            return
+        name = host_name(given.decode("latin-1"))
+        if name not in self.hosts:
+            shown = json.dumps(name[:200])
+            raise ApiError(
+                403,
+                f"this server does not go by the name {shown} of the Host header: call it "
+                "localhost, or start it with --allow-host and that name",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         if not self.keys:
@@ -152,7 +172,8 @@ class Gate:
         if scope["path"] in QUIET and record["status"] < 400:
             return
         if settings.log_format == "json":
-            log.info(json.dumps({"time": round(time.time(), 3), **record}))
+            head = {"time": round(time.time(), 3), "level": "INFO", "logger": log.name}
+            log.info(json.dumps({**head, **record}))
             return
         log.info(" ".join(f"{name}={_value(value)}" for name, value in record.items()))
 

@@ -3,16 +3,24 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stoop.core.deltas import AnswerDelta, RequestDelta
 from stoop.core.outputs import Logprob, RequestOutput, RequestTimes
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import CLIENT_GONE, INTERNAL, ApiError, as_api_error, unavailable
+from stoop.server.errors import (
+    CLIENT_GONE,
+    INTERNAL,
+    ApiError,
+    as_api_error,
+    timed_out,
+    unavailable,
+)
 from stoop.server.hooks import NO_TRACE, RequestTrace
 from stoop.server.prompts import EncodedPrompt
+from stoop.server.reading import AnswerReader
 from stoop.server.service import Service
 
 if TYPE_CHECKING:
@@ -43,10 +51,11 @@ class Generation:
         params: SamplingParams,
         *,
         priority: int = 0,
+        arrival: float,
         record: dict[str, Any] | None = None,
         trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """record: what the log line of the request will have"""
+        """arrival: by `time.perf_counter`. record: what the log line of the request will have"""
         self.service = service
         self.prompts = prompts
         self.params = params
@@ -57,27 +66,26 @@ class Generation:
         self.first_choice = {each: place * params.n for place, each in enumerate(self.ids)}
         self.num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
         self.num_output = 0
+        self._num_handed_out: dict[str, int] = {}  # of these, by prompt
         self.num_cached = 0
         self.num_drafted = 0  # draft tokens that were verified
         self.num_accepted = 0
+        self.splits_reasoning = False  # from the rest of the answers
+        self.readers: list[AnswerReader] = []  # those that split it
         self.finish_reason = "abort"
+        self.is_late: Callable[[], bool] = lambda: False  # it is cut short since its time is up
         self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.admitted: float | None = None
-        self.arrival = time.perf_counter()
-        self.arrival_time = time.time()
+        self.arrival = arrival
+        self.arrival_time = time.time() - (time.perf_counter() - arrival)
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
     # ---- running ----
-
-    def _open(self, prompt: EncodedPrompt, request_id: str) -> "DeltaStream":
-        return self.service.llm.stream(
-            prompt.engine_prompt, self.params, request_id=request_id, priority=self.priority
-        )
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -87,12 +95,11 @@ class Generation:
                 self.service.metrics.request_arrived()
                 yield
         except BaseException as error:
-            found = None
-            if isinstance(error, Exception):
-                found = as_api_error(error, self.service.llm.state) or ApiError(500, INTERNAL)
+            found = self._as_told(error)
             code = found.status_code if found else CLIENT_GONE
             self.trace.fail(code, found.message if found else "the client has gone")
-            if found is None or code >= 500:  # else it was refused before it began
+            # Otherwise it was refused before it began.
+            if found is None or code >= 500 or self.finish_reason == "error":
                 self._end()
             raise
         self._end()
@@ -104,69 +111,55 @@ class Generation:
             finish_reasons=[self.finish_reason],
         )
 
-    async def deltas(self) -> AsyncGenerator[RequestDelta, None]:
+    def _as_told(self, error: BaseException) -> ApiError | None:
+        """What the client is told of an error; None if it has gone, which ends us likewise."""
+        if isinstance(error, Exception):
+            return as_api_error(error, self.service.llm.state) or ApiError(500, INTERNAL)
+        return timed_out(self.service.settings.request_timeout) if self.is_late() else None
+
+    async def deltas(self, final_only: bool = False) -> AsyncGenerator[RequestDelta, None]:
         """What is new, of all prompts in the order in which it comes.
 
+        With `final_only`, the engine wakes us once for each prompt, when its answers are complete.
         Raises `ApiError` if an answer does not end as one should.
         """
         with self._running():
-            streams: list[DeltaStream] = []
+            streams: dict[str, DeltaStream] = {}
             try:
                 # The engine checks every request here, so refusals come before any output.
                 for prompt, request_id in zip(self.prompts, self.ids, strict=True):
-                    streams.append(self._open(prompt, request_id))
+                    streams[request_id] = self.service.llm.stream(
+                        prompt.engine_prompt,
+                        self.params,
+                        request_id=request_id,
+                        priority=self.priority,
+                        final_only=final_only,
+                    )
                 source: AsyncIterator[RequestDelta]
-                source = streams[0] if len(streams) == 1 else _merged(streams)
+                source = next(iter(streams.values())) if len(streams) == 1 else _merged(streams)
                 async for delta in source:
-                    self.note(delta)
+                    if final_only:
+                        self._count(delta)
+                    else:
+                        self.note(delta)
                     if delta.finished:
-                        self._count_drafts(streams[self.ids.index(delta.request_id)].output())
+                        output = streams.pop(delta.request_id).output()
+                        self._count_drafts(output)
+                        if final_only:
+                            self._take_times(output.times)
                     yield delta
             finally:
-                for stream in streams:
+                for stream in streams.values():
                     await stream.aclose()
+                    self._count_unfinished(stream.output())
 
-    async def whole(self, with_drafts: bool) -> list[WholeAnswer]:
-        """All answers, complete, by choice. with_drafts: their draft positions are needed"""
+    async def whole(self) -> list[WholeAnswer]:
+        """All answers, complete, by choice."""
         answers = [WholeAnswer(place) for place in range(self.num_choices)]
-        if with_drafts:
-            async with contextlib.aclosing(self.deltas()) as deltas:
-                async for delta in deltas:
-                    self._join(answers, delta)
-            return answers
-        with self._running():
-            for delta in await self._generate():
+        async with contextlib.aclosing(self.deltas(final_only=True)) as deltas:
+            async for delta in deltas:
                 self._join(answers, delta)
         return answers
-
-    async def _generate(self) -> list[RequestDelta]:
-        """Without a stream: the engine wakes us once for each prompt."""
-        llm = self.service.llm
-        calls = [
-            llm.generate(
-                prompt.engine_prompt, self.params, request_id=request_id, priority=self.priority
-            )
-            for prompt, request_id in zip(self.prompts, self.ids, strict=True)
-        ]
-        if len(calls) == 1:
-            outputs = [await calls[0]]
-        else:
-            outputs = await _all_or_none(calls)
-        deltas = []
-        for output in outputs:
-            self._take_times(output)
-            deltas.append(_as_delta(output))
-            self._count(deltas[-1])
-        return deltas
-
-    def _take_times(self, output: RequestOutput) -> None:
-        times = output.times
-        if times.first_token is not None and self.first_token is None:
-            self.first_token = times.first_token
-            self.service.metrics.first_token(times.first_token - self.arrival)
-        self.last_token = times.last_token or self.last_token
-        self._count_drafts(output)
-        self.num_accepted += sum(a.spec.num_accepted_tokens for a in output.outputs if a.spec)
 
     def _join(self, answers: list[WholeAnswer], delta: RequestDelta) -> None:
         first = self.first_choice[delta.request_id]
@@ -207,36 +200,62 @@ class Generation:
         if new and self.last_token is not None:
             metrics.inter_token(now - self.last_token, new)
         self.last_token = now
-        for answer in delta.answers:
-            positions = answer.draft_positions
-            self.num_accepted += len(positions) - positions.count(0)
+
+    def _take_times(self, times: RequestTimes) -> None:
+        """Of an answer that was not streamed."""
+        if times.first_token is not None and self.first_token is None:
+            self.first_token = times.first_token
+            self.service.metrics.first_token(times.first_token - self.arrival)
+        self.last_token = times.last_token or self.last_token
 
     def _count_drafts(self, output: RequestOutput) -> None:
         self.num_drafted += sum(a.spec.num_draft_tokens for a in output.outputs if a.spec)
 
+    def _count_unfinished(self, output: RequestOutput) -> None:
+        """What was generated of a request that was cut short, and not handed out."""
+        num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
+        self.num_output += num_tokens - self._num_handed_out.get(output.request_id, 0)
+        self.num_cached += output.num_cached_tokens or 0
+        if self.admitted is None:
+            self.admitted = output.times.admitted
+        self._take_times(output.times)
+        self._count_drafts(output)
+
     def _count(self, delta: RequestDelta) -> None:
         if self.admitted is None:
             self.admitted = delta.admitted  # of the first prompt that started
+        num_tokens = sum(len(answer.token_ids) for answer in delta.answers)
+        self.num_output += num_tokens
+        before = self._num_handed_out.get(delta.request_id, 0)
+        self._num_handed_out[delta.request_id] = before + num_tokens
         for answer in delta.answers:
-            self.num_output += len(answer.token_ids)
             if answer.finish_reason is not None:
                 self.finish_reason = answer.finish_reason
                 self._check_end(answer)
+            positions = answer.draft_positions
+            self.num_accepted += len(positions) - positions.count(0)
         if delta.finished:
             self.num_cached += delta.num_cached_tokens or 0
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs[delta.request_id] = delta.prompt_logprobs
 
+    @property
+    def num_reasoning(self) -> int:
+        return sum(reader.num_reasoning for reader in self.readers)
+
     def usage(self) -> dict[str, Any]:
+        details = {
+            "accepted_prediction_tokens": self.num_accepted,
+            "rejected_prediction_tokens": max(self.num_drafted - self.num_accepted, 0),
+        }
+        if self.splits_reasoning:
+            details["reasoning_tokens"] = self.num_reasoning
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": self.num_prompt + self.num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self.num_accepted,
-                "rejected_prediction_tokens": max(self.num_drafted - self.num_accepted, 0),
-            },
+            "completion_tokens_details": details,
         }
 
     def _times(self) -> RequestTimes:
@@ -270,45 +289,12 @@ class Generation:
             self.record["ttft_ms"] = round((self.first_token - self.arrival) * 1000, 1)
 
 
-def _as_delta(output: RequestOutput) -> RequestDelta:
-    """A whole output as one delta. It has no draft positions."""
-    answers = [
-        AnswerDelta(
-            index=answer.index,
-            text=answer.text,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
-        )
-        for answer in output.outputs
-    ]
-    return RequestDelta(
-        output.request_id,
-        answers,
-        True,
-        len(output.prompt_token_ids),
-        output.num_cached_tokens,
-        output.prompt_logprobs,
-        output.times.admitted,
-    )
-
-
-async def _all_or_none(calls: Sequence[Any]) -> list[Any]:
-    """Their results; if one fails, the others are cancelled, which aborts them."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _merged(streams: Sequence[AsyncIterator[RequestDelta]]) -> AsyncIterator[RequestDelta]:
+async def _merged(
+    streams: Mapping[str, AsyncIterator[RequestDelta]],
+) -> AsyncIterator[RequestDelta]:
     """Items of several streams. Each has at most one item here, so that a slow reader's wait in
     the engine."""
-    waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams.values()}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

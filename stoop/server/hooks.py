@@ -1,20 +1,27 @@
-"""What endpoints tell metrics and traces, and objects that do nothing with it."""
+"""What endpoints tell metrics and traces. The classes here do nothing with it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from stoop.core.outputs import RequestTimes
 
 
-class Metrics(Protocol):
-    """What endpoints tell the metrics; `stoop.server.metrics.ServerMetrics` implements it."""
+class Metrics:
+    """`stoop.server.metrics.ServerMetrics` counts."""
 
     http_open: Callable[[], int]  # HTTP requests being answered
 
     def request_arrived(self) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def inter_token(self, seconds: float, count: int) -> None: ...
-    def refused(self, code: int) -> None: ...
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first output came this long after its arrival."""
+
+    def inter_token(self, seconds: float, count: int) -> None:
+        """`count` tokens came in this time, after an earlier one."""
+
+    def refused(self, code: int) -> None:
+        """A request was answered with this HTTP status instead of a completion."""
+
     def observe(
         self,
         times: RequestTimes,
@@ -25,37 +32,16 @@ class Metrics(Protocol):
         finish_reason: str,
         n: int,
         max_tokens: int | None,
-    ) -> None: ...
-    def render(self) -> tuple[bytes, str]: ...
-
-
-class NoMetrics:
-    """For tests of endpoints alone."""
-
-    http_open: Callable[[], int]
-
-    def request_arrived(self) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def inter_token(self, seconds: float, count: int) -> None: ...
-    def refused(self, code: int) -> None: ...
-    def observe(
-        self,
-        times: RequestTimes,
-        *,
-        num_prompt: int,
-        num_cached: int,
-        num_output: int,
-        finish_reason: str,
-        n: int,
-        max_tokens: int | None,
-    ) -> None: ...
+    ) -> None:
+        """A request has ended. `num_output` counts the tokens of all its answers."""
 
     def render(self) -> tuple[bytes, str]:
+        """The body of `/metrics` and its content type."""
         return b"", "text/plain; charset=utf-8"
 
 
-class RequestTrace(Protocol):
-    """A request's span; one of the two is called, once."""
+class RequestTrace:
+    """A request's span. Exactly one of the two methods is called, once."""
 
     def end(
         self,
@@ -67,50 +53,30 @@ class RequestTrace(Protocol):
         finish_reasons: Sequence[str],
     ) -> None: ...
 
-    def fail(self, code: int, message: str) -> None: ...
+    def fail(self, code: int, message: str) -> None:
+        """The request was refused, or broke off, with this HTTP status."""
 
 
-class Tracer(Protocol):
-    """`stoop.server.tracing.make_tracer` returns one."""
-
-    def start(
-        self, headers: Mapping[str, str], operation: str, request_id: str, params: Any = None
-    ) -> RequestTrace: ...
-
-    def shutdown(self) -> None: ...
+NO_TRACE = RequestTrace()
 
 
-class _NoTrace:
-    def end(
-        self,
-        times: RequestTimes,
-        *,
-        num_prompt: int,
-        num_cached: int,
-        num_output: int,
-        finish_reasons: Sequence[str],
-    ) -> None: ...
-
-    def fail(self, code: int, message: str) -> None: ...
-
-
-NO_TRACE = _NoTrace()
-
-
-class NoTracer:
-    """Without an endpoint for traces."""
+class Tracer:
+    """`stoop.server.tracing.OpenTelemetryTracer` sends spans."""
 
     def start(
         self, headers: Mapping[str, str], operation: str, request_id: str, params: Any = None
     ) -> RequestTrace:
+        """A request has come. `params` are its sampling parameters."""
         return NO_TRACE
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Send what is left."""
 
 
 def make_tracer(endpoint: str | None, model_name: str) -> Tracer:
+    """For the value of `--otlp-traces-endpoint`."""
     if endpoint is None:
-        return NoTracer()
+        return Tracer()
     from stoop.server import tracing  # with OpenTelemetry, which few servers have
 
     return tracing.make_tracer(endpoint, model_name)

@@ -153,7 +153,10 @@ FINISHED = Metric(
     vllm_label="finished_reason",
 )
 REFUSED = Metric(
-    "refused", "requests_refused", "Requests answered with an error, by HTTP status.", label="code"
+    "refused",
+    "requests_refused",
+    "Requests answered with an error, by HTTP status; errors that end a stream included.",
+    label="code",
 )
 RESTARTS = Metric("restarts", "core_restarts", "Times that the core's process was restarted.")
 HEALTHY = Metric("healthy", "core_healthy", "1 while the core's process lives and its loop turns.")

@@ -15,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from stoop.server import metric_names as names
+from stoop.server.hooks import Metrics
 from stoop.server.metric_names import Metric
 from stoop.version import __version__
 
@@ -119,7 +120,7 @@ def _flat(found: Mapping[str, Any]) -> dict[Any, float]:
     return flat
 
 
-class ServerMetrics:
+class ServerMetrics(Metrics):
     """What the server counts, and how it is shown. Used on the event loop's thread only."""
 
     def __init__(self, llm: Core, model_name: str, vllm_names: bool = False) -> None:
@@ -142,15 +143,12 @@ class ServerMetrics:
         self.num_requests += 1
 
     def refused(self, code: int) -> None:
-        """A request was answered with this HTTP status instead of a completion."""
         self.num_refused[code] = self.num_refused.get(code, 0) + 1
 
     def first_token(self, seconds: float) -> None:
-        """A request's first output came this long after its arrival."""
         self._first_token.observe(seconds)
 
     def inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` tokens came in this time, after an earlier one."""
         if count > 0:
             self._inter_token.observe(seconds / count, count)
 
@@ -165,7 +163,6 @@ class ServerMetrics:
         n: int = 1,
         max_tokens: int | None = None,
     ) -> None:
-        """A request has ended. `num_output` counts the tokens of all its answers."""
         self.num_finished[finish_reason] = self.num_finished.get(finish_reason, 0) + 1
         self.num_cached_tokens += num_cached or 0
         seen = self.histograms
@@ -181,7 +178,6 @@ class ServerMetrics:
             seen["per_output_token"].observe(decode * n / (num_output - n))
 
     def render(self) -> tuple[bytes, str]:
-        """The body of `/metrics` and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 

@@ -40,15 +40,24 @@ class PromptMaker:
     """Renders and encodes prompts for one model."""
 
     def __init__(
-        self, tokenizer: Tokenizer, max_model_len: int, chat_template: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: Callable[[], int],
+        chat_template: str | None = None,
     ) -> None:
-        """chat_template: the text of another one than the model's"""
+        """max_model_len: as the engine has it now. chat_template: the text of another one than
+        the model's
+        """
         self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
+        self._max_model_len = max_model_len
         self.chat_template = chat_template
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stoop-prompts")
         # A text of the largest body takes seconds, and prompts must not wait for it.
         self._any_length = ThreadPoolExecutor(1, thread_name_prefix="stoop-texts")
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len()
 
     def close(self) -> None:
         for threads in (self._threads, self._any_length):

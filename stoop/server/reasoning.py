@@ -26,7 +26,22 @@ class ReasoningReader:
     def __init__(self, rest: Reader, opened: bool) -> None:
         self._rest = rest
         self._held = ""
-        self._state = "inside" if opened else "before"
+        self._state = "inside" if opened else "before"  # then gap and after
+        self.had_block = opened  # so far
+
+    @property
+    def decided(self) -> bool:
+        """Whether the text so far says if there is a block."""
+        return self._state != "before"
+
+    @property
+    def in_block(self) -> bool:
+        return self._state == "inside"
+
+    @property
+    def past_block(self) -> bool:
+        """The block has ended, or there is none."""
+        return self._state in ("gap", "after")
 
     def feed(self, text: str) -> list[Piece]:
         if self._state == "after":
@@ -54,7 +69,7 @@ class ReasoningReader:
             return False
         if text.startswith(START):
             self._held = text[len(START) :]
-            self._state = "inside"
+            self._state, self.had_block = "inside", True
         else:
             self._state = "after"
         return True

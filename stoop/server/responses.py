@@ -12,48 +12,34 @@ from starlette.requests import Request
 from stoop.config.values import shown
 from stoop.core.deltas import RequestDelta
 from stoop.server.chat import call_id
-from stoop.server.conversation import Conversation, Plan, make_plan, schema_structure
+from stoop.server.conversation import Conversation, Turn, begin, schema_structure
 from stoop.server.errors import ApiError, refuse
 from stoop.server.generation import Generation
 from stoop.server.logprobs import chat_logprobs
-from stoop.server.pieces import CallStart, Content, Piece, PlainReader, Reasoning
+from stoop.server.pieces import CallStart, Content, Piece, Reasoning
 from stoop.server.prompts import plain_messages
 from stoop.server.protocol.chat import Message
 from stoop.server.protocol.responses import NamedFunctionTool, ResponsesRequest
 from stoop.server.service import Service
-from stoop.server.transport import (
-    RECORD,
-    EventStream,
-    json_response,
-    make_generation,
-    until_gone,
-)
+from stoop.server.transport import RECORD, EventStream, json_response, whole_answers
 
 
 async def responses(service: Service, request: Request, body: ResponsesRequest) -> Response:
-    model = service.check_model(body.model)
-    service.check_room(1)
-    plan = await make_plan(
+    turn = await begin(
         service,
-        _conversation(body),
+        request,
         body,
+        _conversation,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
-    record = request.scope[RECORD]
-    if service.settings.log_prompts:
-        record["prompt"] = plan.prompt.text
-    generation = make_generation(
-        service, request, [plan.prompt], plan.params, priority=body.priority, operation="chat"
-    )
-    answer = AnswerBuilder(f"resp_{record['id']}", model, body, plan)
+    answer = AnswerBuilder(f"resp_{request.scope[RECORD]['id']}", body, turn)
     if body.stream:
-        return EventStream(service, generation, ResponseWriter(generation, answer))
-    whole = generation.whole(with_drafts=False)
-    (one,) = await until_gone(request, service, whole)
+        return EventStream(service, turn.generation, ResponseWriter(answer))
+    (one,) = await whole_answers(request, turn.generation)
     answer.take(one.text, one.token_ids, one.logprobs, one.finish_reason)
     answer.events.clear()
-    return json_response(answer.response(generation))
+    return json_response(answer.response(with_usage=True))
 
 
 # ---- what comes in ----
@@ -136,8 +122,9 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
 class AnswerBuilder:
     """Turns text into output items, and into the events that tell of them."""
 
-    def __init__(self, answer_id: str, model: str, body: ResponsesRequest, plan: Plan) -> None:
-        self.id, self.model, self.body, self.plan = answer_id, model, body, plan
+    def __init__(self, answer_id: str, body: ResponsesRequest, turn: Turn) -> None:
+        self.id, self.model, self.body, self.plan = answer_id, turn.model, body, turn.plan
+        self.generation = turn.generation
         self.created = int(time.time())
         self.items: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
@@ -145,7 +132,7 @@ class AnswerBuilder:
         self.error: dict[str, Any] | None = None
         self.finish_reason: str | None = None
         self._open = False  # the last item is not complete
-        self._reader = plan.make_reader() if plan.make_reader else PlainReader()
+        self._reader = turn.make_reader()
         self._number = 0
         self._logprobs: list[dict[str, Any]] = []
 
@@ -157,11 +144,9 @@ class AnswerBuilder:
             count = self.body.top_logprobs or 0
             made = chat_logprobs(token_ids, logprobs, count, self.plan.tokenizer)
             self._logprobs += made["content"]
-        for piece in self._reader.feed(text):
+        for piece in self._reader.read(text, token_ids, finish_reason is not None):
             self._piece(piece)
         if finish_reason is not None:
-            for piece in self._reader.finish():
-                self._piece(piece)
             self.finish_reason = finish_reason
             self._close("incomplete" if finish_reason == "length" else "completed")
             self.status = "incomplete" if finish_reason == "length" else "completed"
@@ -170,7 +155,7 @@ class AnswerBuilder:
         self.events.append({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
 
-    def response(self, generation: Generation | None = None) -> dict[str, Any]:
+    def response(self, with_usage: bool = False) -> dict[str, Any]:
         body = self.body
         cut = self.finish_reason == "length"
         return {
@@ -196,7 +181,7 @@ class AnswerBuilder:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self.plan.params.top_p,
             "truncation": "disabled",
-            "usage": None if generation is None else _usage(generation),
+            "usage": _usage(self.generation) if with_usage else None,
             "user": None,
         }
 
@@ -300,7 +285,7 @@ def _usage(generation: Generation) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": generation.num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": generation.num_reasoning},
         "total_tokens": generation.num_prompt + generation.num_output,
     }
 
@@ -308,8 +293,8 @@ def _usage(generation: Generation) -> dict[str, Any]:
 class ResponseWriter:
     """The typed events of a stream."""
 
-    def __init__(self, generation: Generation, answer: AnswerBuilder) -> None:
-        self.generation, self.answer = generation, answer
+    def __init__(self, answer: AnswerBuilder) -> None:
+        self.answer = answer
         self._begun = False
 
     def chunk(self, delta: RequestDelta) -> bytes:
@@ -324,14 +309,14 @@ class ResponseWriter:
 
     def end(self) -> bytes:
         kind = f"response.{self.answer.status}"  # completed or incomplete
-        self.answer.event(kind, response=self.answer.response(self.generation))
+        self.answer.event(kind, response=self.answer.response(with_usage=True))
         return self._flush()
 
     def error(self, error: ApiError) -> bytes:
         answer = self.answer
         answer.status = "failed"
         answer.error = {"code": error.code or "server_error", "message": error.message}
-        answer.event("response.failed", response=answer.response(self.generation))
+        answer.event("response.failed", response=answer.response(with_usage=True))
         return self._flush()
 
     def _flush(self) -> bytes:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stoop.server.errors import RETRY_AFTER, ApiError, refuse, unavailable
-from stoop.server.hooks import Metrics, NoMetrics, NoTracer, Tracer
+from stoop.server.hooks import Metrics, Tracer
 from stoop.server.prompts import PromptMaker
 from stoop.server.settings import ServerSettings
 from stoop.server.tools import ToolFormat, choose_format
@@ -28,13 +28,12 @@ class Service:
     ) -> None:
         self.llm = llm
         self.settings = settings
-        self.metrics = metrics or NoMetrics()
-        self.tracer = tracer or NoTracer()
-        schedule = llm.config.schedule
+        self.metrics = metrics or Metrics()
+        self.tracer = tracer or Tracer()
         template = settings.read_chat_template()
-        self.prompts = PromptMaker(llm.tokenizer, schedule.max_model_len, template)
-        self.capacity = schedule.max_num_seqs + settings.max_queue
-        self.num_drafts = schedule.num_drafts
+        self.prompts = PromptMaker(
+            llm.tokenizer, lambda: self.llm.config.schedule.max_model_len, template
+        )
         self.started = int(time.time())
         self.draining = False
         self.num_open = 0  # answers that are being generated
@@ -47,6 +46,17 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.settings.model_names[0]
+
+    # A restarted engine may have other limits and drafts.
+
+    @property
+    def capacity(self) -> int:
+        """Answers that may run or wait."""
+        return int(self.llm.config.schedule.max_num_seqs + self.settings.max_queue)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.llm.config.schedule.num_drafts
 
     @property
     def state(self) -> str:

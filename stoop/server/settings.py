@@ -1,5 +1,6 @@
 """The server's own options; `stoop serve` has a flag for each."""
 
+import ipaddress
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,13 @@ class ServerSettings:
         "repeated",
         "--allow-origin",
     )
+    allow_hosts: tuple[str, ...] = _flag(
+        (),
+        LISTENING,
+        "another name of this server in the Host header, such as that of a proxy, for a server on "
+        "loopback without an API key; * for all; may be repeated",
+        "--allow-host",
+    )
     max_queue: int = _flag(
         1024,
         LIMITS,
@@ -72,6 +80,12 @@ class ServerSettings:
     max_restarts: int = _flag(
         3, LIMITS, "times that a dead engine process is restarted in ten minutes"
     )
+    stall_timeout: float = _flag(
+        600.0,
+        LIMITS,
+        "seconds without a sign of life after which the engine's process is restarted; 0 for "
+        "never. One step must not take longer",
+    )
     chat_template: str | None = _flag(
         None, ANSWERS, "file with a Jinja chat template to use instead of the model's own"
     )
@@ -86,7 +100,7 @@ class ServerSettings:
         "put <think>...</think> into reasoning_content: think, or vLLM's names deepseek_r1 and "
         "qwen3",
     )
-    log_format: str = _flag("text", LOGS, "log lines of requests: text or json")
+    log_format: str = _flag("text", LOGS, "log lines: text, or json for one object in each line")
     log_requests: bool = _flag(True, LOGS, "write one line per request to standard error")
     log_prompts: bool = _flag(False, LOGS, "put prompts into these lines")
     metrics_names: str = _flag("stoop", LOGS, "names of the metrics at /metrics: stoop or vllm")
@@ -114,7 +128,13 @@ class ServerSettings:
         _at_least("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"--port {self.port}: use 0 to 65535")
-        for name in ("max_queue", "request_timeout", "drain_timeout", "max_restarts"):
+        for name in (
+            "max_queue",
+            "request_timeout",
+            "drain_timeout",
+            "max_restarts",
+            "stall_timeout",
+        ):
             _at_least(name, getattr(self, name), 0)
         for name in ("max_answers", "max_body_bytes"):
             _at_least(name, getattr(self, name), 1)
@@ -124,9 +144,43 @@ class ServerSettings:
             if not key or not key.isascii() or key.strip() != key:
                 raise ConfigError("--api-key: use ASCII text without spaces around it")
 
+        for host in self.allow_hosts:
+            if not host or "/" in host or host != host.strip():
+                raise ConfigError(
+                    f"--allow-host {host!r}: use a name or an address, such as llm.example.org"
+                )
+
     @property
     def loopback(self) -> bool:
-        return self.uds is not None or self.host in ("127.0.0.1", "localhost", "::1")
+        return self.uds is not None or _is_loopback(self.host)
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """What the Host header may name, without a port; None: anything.
+
+        A page of another site can point its own name at the loopback address, and is then free to
+        call a server that takes all names and needs no key.
+        """
+        if self.api_keys or self.uds is not None or not self.loopback or "*" in self.allow_hosts:
+            return None
+        given = (self.host, *self.allow_hosts)
+        return frozenset(("localhost", "127.0.0.1", "::1", *map(host_name, given)))
+
+
+def host_name(text: str) -> str:
+    """A Host header without its port, and without the brackets of an IPv6 address."""
+    text = text.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    name, colon, port = text.rpartition(":")
+    return name if colon and ":" not in name and (port.isdigit() or not port) else text
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def environment_keys() -> tuple[str, ...]:

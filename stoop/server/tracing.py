@@ -6,10 +6,11 @@ Attributes have the names of OpenTelemetry's conventions for generative AI; thos
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from stoop.config.errors import ConfigError
+from stoop.server.hooks import RequestTrace, Tracer
 from stoop.server.metrics import Times, intervals
 from stoop.version import __version__
 
@@ -42,56 +43,7 @@ LATENCIES = {
 }
 
 
-class RequestTrace(Protocol):
-    """A request's span. Exactly one of the two methods is called, once."""
-
-    def end(
-        self,
-        times: Times,
-        *,
-        num_prompt: int,
-        num_cached: int | None,
-        num_output: int,
-        finish_reasons: Sequence[str],
-    ) -> None: ...
-
-    def fail(self, code: int, message: str) -> None:
-        """The request was refused, or broke off, with this HTTP status."""
-        ...
-
-
-class Tracer(Protocol):
-    def start(
-        self, headers: Mapping[str, str], operation: str, request_id: str, params: Any = None
-    ) -> RequestTrace:
-        """A request has come. `params` are its sampling parameters."""
-        ...
-
-    def shutdown(self) -> None:
-        """Send what is left."""
-        ...
-
-
-class NoTrace:
-    def end(self, times: Times, **counts: Any) -> None: ...
-
-    def fail(self, code: int, message: str) -> None: ...
-
-
-class NoTracer:
-    """Without an endpoint."""
-
-    _nothing = NoTrace()
-
-    def start(
-        self, headers: Mapping[str, str], operation: str, request_id: str, params: Any = None
-    ) -> RequestTrace:
-        return self._nothing
-
-    def shutdown(self) -> None: ...
-
-
-class SpanTrace:
+class SpanTrace(RequestTrace):
     def __init__(self, span: "Span") -> None:
         self._span = span
 
@@ -125,7 +77,7 @@ class SpanTrace:
         self._span.end()
 
 
-class OpenTelemetryTracer:
+class OpenTelemetryTracer(Tracer):
     """Sends spans to an OTLP endpoint, from a thread of its own."""
 
     def __init__(self, exporter: "SpanExporter", model_name: str) -> None:
@@ -173,10 +125,7 @@ class OpenTelemetryTracer:
         self._provider.shutdown()
 
 
-def make_tracer(endpoint: str | None, model_name: str) -> Tracer:
-    """For the value of `--otlp-traces-endpoint`."""
-    if endpoint is None:
-        return NoTracer()
+def make_tracer(endpoint: str, model_name: str) -> Tracer:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(

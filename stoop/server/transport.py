@@ -5,20 +5,26 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from fastapi.responses import Response
 from starlette.requests import Request
 
 from stoop.core.deltas import RequestDelta
 from stoop.core.sampling_params import SamplingParams
-from stoop.server.errors import INTERNAL, ApiError, ClientGone, as_api_error, timed_out
-from stoop.server.generation import Generation
+from stoop.server.errors import (
+    CLIENT_GONE,
+    INTERNAL,
+    ApiError,
+    ClientGone,
+    as_api_error,
+    timed_out,
+)
+from stoop.server.generation import Generation, WholeAnswer
 from stoop.server.prompts import EncodedPrompt
 from stoop.server.service import Service
 
 log = logging.getLogger(__name__)
-Item = TypeVar("Item")
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
@@ -26,6 +32,7 @@ Receive = Callable[[], Awaitable[Message]]
 RAW_SEND = "stoop.send"  # in the scope: the connection's own, below all wrappers
 RECORD = "stoop.record"  # in the scope: what the log line will have
 UNIQUE_ID = "stoop.unique_id"  # in the scope: for the engine
+ARRIVAL = "stoop.arrival"  # in the scope: when the body was complete, by `time.perf_counter`
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -54,15 +61,19 @@ def make_generation(
     *,
     priority: int | None,
     operation: str,
+    shown: Any,
 ) -> Generation:
-    """operation: the name that traces give it"""
+    """operation: the name that traces give it. shown: the prompt, for a log that has prompts"""
     record = request.scope[RECORD]
+    if service.settings.log_prompts:
+        record["prompt"] = shown
     return Generation(
         service,
         request.scope[UNIQUE_ID],
         prompts,
         params,
         priority=priority or 0,
+        arrival=request.scope[ARRIVAL],
         record=record,
         trace=service.tracer.start(request.headers, operation, record["id"], params),
     )
@@ -71,20 +82,21 @@ def make_generation(
 # ---- whole answers ----
 
 
-async def until_gone(request: Request, service: Service, work: Awaitable[Item]) -> Item:
-    """The result of `work`; cancelled, which aborts it, if the client goes or time is up."""
-    task = asyncio.ensure_future(work)
+async def whole_answers(request: Request, generation: Generation) -> list[WholeAnswer]:
+    """All answers, complete. They are aborted if the client goes or time is up."""
+    task = asyncio.ensure_future(generation.whole())
     watcher = asyncio.ensure_future(_gone(request.receive))
-    limit = service.settings.request_timeout or None
+    seconds = generation.service.settings.request_timeout
     try:
         done, _ = await asyncio.wait(
-            (task, watcher), timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            (task, watcher), timeout=seconds or None, return_when=asyncio.FIRST_COMPLETED
         )
         if task in done:
             return task.result()
         if watcher in done:
             raise ClientGone
-        raise timed_out(service.settings.request_timeout)
+        generation.is_late = lambda: True
+        raise timed_out(seconds)
     finally:
         for each in (task, watcher):
             each.cancel()
@@ -135,14 +147,18 @@ class EventStream(Response):
             if not self._gone:
                 raise
             task.uncancel()
-            scope.setdefault(RECORD, {})["finish"] = "disconnect"
+            record = scope.setdefault(RECORD, {})
+            record["finish"] = "disconnect"
+            if not self._started:
+                record["status"] = CLIENT_GONE
         finally:
             watcher.cancel()
 
     async def _run(self) -> None:
         limit = self.service.settings.request_timeout or None
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as timer:
+                self.generation.is_late = timer.expired
                 await self._pump()
         except TimeoutError:
             await self._fail(timed_out(self.service.settings.request_timeout))
@@ -180,6 +196,7 @@ class EventStream(Response):
     async def _write_error(self, error: ApiError) -> None:
         if self._started:
             self.generation.record["error"] = error.status_code
+            self.service.metrics.refused(error.status_code)  # the gate saw 200
             await self._write(self.writer.error(error), more=False)
             return
         self._started = True
@@ -209,7 +226,3 @@ class EventStream(Response):
                 self._gone = True
                 task.cancel()
                 return
-
-
-def error_event(error: ApiError) -> bytes:
-    return b"data: " + error.content + b"\n\n" + DONE

@@ -292,6 +292,27 @@ def test_a_slow_reader_gets_several_steps_in_one_item(run: Run, engine: AsyncLLM
 # ---- refusals ----
 
 
+def test_a_stream_of_the_final_item_only(run: Run, engine: AsyncLLM) -> None:
+    async def compare() -> None:
+        whole = await engine.generate(PROMPT, LONG)
+        (item,) = await read(engine.stream(PROMPT, LONG, final_only=True))
+        (answer,) = item.answers
+        assert item.finished and answer.finish_reason == "length"
+        assert answer.text == whole.outputs[0].text
+        assert answer.token_ids == whole.outputs[0].token_ids
+        assert len(answer.draft_positions) == len(answer.token_ids)
+        # What there is so far is known before the end, and after an abort.
+        stream = engine.stream(PROMPT, LONG, final_only=True)
+        reading = asyncio.create_task(anext(stream))
+        await until(lambda: len(stream.output().outputs[0].token_ids) > 2)
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert 2 < len(stream.output().outputs[0].token_ids) < LONG.max_tokens
+        await until_idle(engine)
+
+    run(compare())
+
+
 def test_errors_are_raised_by_the_call(run: Run, engine: AsyncLLM) -> None:
     async def call() -> None:
         with pytest.raises(RequestError, match="the prompt is empty"):
@@ -454,7 +475,7 @@ def test_restarts_are_bounded(run: Run, text_model: Path) -> None:
     run(crash())
 
 
-def test_a_frozen_core_is_unhealthy_and_not_restarted(run: Run, engine: AsyncLLM) -> None:
+def test_a_frozen_core_is_unhealthy_long_before_it_is_restarted(run: Run, engine: AsyncLLM) -> None:
     async def freeze() -> None:
         await until_ready(engine)
         pid = engine.metrics()["core_pid"]

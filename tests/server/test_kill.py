@@ -1,4 +1,4 @@
-"""`kill -9` of either process: the other one notices, says so, and nothing hangs.
+"""`kill -9` of either process, or a core that hangs: the other one notices, and says so.
 
 `test_server_process.py` has SIGTERM and a kill of an idle core; here requests are open.
 """
@@ -110,6 +110,22 @@ def test_the_core_is_killed_under_load_until_it_stays_down(folder: Path) -> None
         health = httpx.get(f"{server.url}/health")
         assert health.status_code == 503 and health.json()["status"] == "dead"
         assert httpx.get(f"{server.url}/metrics").status_code == 200
+        assert server.stop() == 0
+
+
+def test_the_core_hangs_under_load(folder: Path) -> None:
+    """It is alive and says nothing: after --stall-timeout it goes the way of one that died."""
+    with ServerProcess(folder, "--stall-timeout", "3") as server:
+        first = stats(server)["core_pid"]
+        requests = OpenRequests(server)
+        os.kill(first, signal.SIGSTOP)
+        requests.check_that_all_were_told("engine_restarting")
+        assert not _runs(first)
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 200, server)
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        assert answer.status_code == 200
+        assert stats(server)["num_restarts"] == 1 and stats(server)["core_pid"] != first
+        assert f"the engine's process {first} said nothing for 3 s" in server.log
         assert server.stop() == 0
 
 

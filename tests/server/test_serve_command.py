@@ -21,7 +21,7 @@ def started(monkeypatch):
     """The settings that the command would serve with."""
     seen = []
 
-    def stop(module, settings, model, engine):
+    def stop(module, settings, model, engine, tell):
         seen.append((settings, model, engine))
         return 0
 

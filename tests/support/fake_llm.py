@@ -74,37 +74,32 @@ class FakeLLM:
         *,
         request_id: str,
         priority: int = 0,
+        final_only: bool = False,
     ) -> "FakeStream":
         if request_id in self.open:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
         self.seen.append((prompt, params, priority))
         self.open.add(request_id)
-        return FakeStream(self, prompt, params, request_id)
-
-    async def generate(
-        self, prompt: dict[str, Any], params: SamplingParams, **more: Any
-    ) -> RequestOutput:
-        stream = self.stream(prompt, params, **more)
-        try:
-            async for _ in stream:
-                pass
-        finally:
-            await stream.aclose()
-        return stream.output()
+        return FakeStream(self, prompt, params, request_id, final_only)
 
 
 class FakeStream:
     def __init__(
-        self, llm: FakeLLM, prompt: dict[str, Any], params: SamplingParams, request_id: str
+        self,
+        llm: FakeLLM,
+        prompt: dict[str, Any],
+        params: SamplingParams,
+        request_id: str,
+        final_only: bool,
     ) -> None:
         self.llm, self.params, self.request_id = llm, params, request_id
         self.ids = list(prompt["prompt_token_ids"])
         self.prompt = prompt.get("prompt")
         self.answers = [
-            CompletionOutput(index, "", [], spec=SpecCounts(1, 3, 1, [1, 0]))
+            CompletionOutput(index, "", [], spec=SpecCounts(1, 2, 0, [0, 0]))
             for index in range(params.n)
         ]
-        self.items = self._items()
+        self.items = self._joined() if final_only else self._items()
 
     def __aiter__(self) -> "FakeStream":
         return self
@@ -130,6 +125,27 @@ class FakeStream:
             2,
             RequestTimes(0.0, 0.1, 0.3, 0.2),
         )
+
+    async def _joined(self) -> Any:
+        """One item, at the end."""
+        drafts: dict[int, list[int]] = {}
+        async for item in self._items():
+            for new in item.answers:
+                drafts.setdefault(new.index, []).extend(new.draft_positions)
+        answers = [
+            AnswerDelta(
+                each.index,
+                each.text,
+                each.token_ids,
+                drafts[each.index],
+                each.logprobs,
+                each.finish_reason,
+                each.stop_reason,
+            )
+            for each in self.answers
+        ]
+        scores = self._prompt_logprobs()
+        yield RequestDelta(self.request_id, answers, True, len(self.ids), 2, scores)
 
     async def _items(self) -> Any:
         chunks = [
@@ -167,6 +183,9 @@ class FakeStream:
         if last:
             answer.finish_reason, answer.stop_reason = end, why
         drafts = [place % 2 for place in range(len(ids))]
+        assert answer.spec is not None
+        answer.spec.num_draft_tokens += sum(drafts)  # besides the two that were rejected
+        answer.spec.num_accepted_tokens += sum(drafts)
         return AnswerDelta(index, text, ids, drafts, logprobs, end, why)
 
     def _scores(self, token: int) -> dict[int, Logprob]:

@@ -28,7 +28,7 @@ def call(app: Any, method: str, path: str, **more: Any) -> httpx.Response:
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **more)
 
     return asyncio.run(send())

@@ -66,7 +66,7 @@ class ServerProcess:
     def _wait_until_ready(self) -> str:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            found = re.search(r"^serving .* at (http://\S+)/v1", self.log, re.MULTILINE)
+            found = re.search(r'(?:^|")serving .* at (http://\S+)/v1', self.log, re.MULTILINE)
             if found:
                 return found[1]
             if self.process.poll() is not None:

@@ -78,3 +78,17 @@ class CallReader:
     def started(self) -> bool:
         """Whether the call has been passed on, so that it cannot become content any more."""
         return self.state in ("arguments", "tail", "done")
+
+
+class CallsReader:
+    """What readers of several calls, one after the other, have in common."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._held = ""  # text that is not read yet
+        self._call: CallReader | None = None  # the one that is being written
+        self._num_calls = 0
+
+    def _begin_call(self) -> CallReader:
+        self._call = CallReader(self._num_calls, self._names)
+        return self._call

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoop.server.pieces import CallArguments, CallStart, Content, Piece
-from stoop.server.tools.calls import CallReader
+from stoop.server.tools.calls import CallsReader
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -39,14 +39,8 @@ def forced_tags(
     return {"structural_tag": {"type": "structural_tag", "format": form}}
 
 
-class JsonCalls:
+class JsonCalls(CallsReader):
     """Reads `[{"name": ..., "parameters": {...}}, ...]`, the form that `schema` forces."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._held = ""
-        self._call: CallReader | None = None
-        self._num_calls = 0
 
     @staticmethod
     def schema(tools: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
@@ -75,14 +69,14 @@ class JsonCalls:
                 self._held = self._held.lstrip("[], \n\t")
                 if not self._held:
                     break
-                self._call = CallReader(self._num_calls, self._names)
+            call = self._call or self._begin_call()
             held, self._held = self._held, ""
-            pieces += self._call.feed(held)
-            if self._call.state == "bad":
-                pieces.append(Content(self._call.text))
+            pieces += call.feed(held)
+            if call.state == "bad":
+                pieces.append(Content(call.text))
                 self._call = None
-            elif self._call.state == "done":
-                self._held, self._call = self._call.rest, None
+            elif call.state == "done":
+                self._held, self._call = call.rest, None
                 self._num_calls += 1
         return pieces
 

@@ -3,19 +3,16 @@
 from collections.abc import Sequence
 
 from stoop.server.pieces import Content, Piece, held_back
-from stoop.server.tools.calls import CallReader
+from stoop.server.tools.calls import CallsReader
 
 START, END = "<tool_call>", "</tool_call>"
 
 
-class HermesReader:
+class HermesReader(CallsReader):
     """Text outside the tags is content, and so is a block that is no call."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._held = ""
-        self._call: CallReader | None = None
-        self._num_calls = 0
+        super().__init__(names)
         self._spaces = ""  # after text; dropped if a tag follows
 
     def feed(self, text: str) -> list[Piece]:
@@ -49,7 +46,7 @@ class HermesReader:
             self._text(pieces, self._held[:place])
             self._held = self._held[place + len(START) :]
             self._spaces = ""
-            self._call = CallReader(self._num_calls, self._names)
+            self._begin_call()
             return True
         keep = held_back(self._held, START)
         self._text(pieces, self._held[: len(self._held) - keep])

@@ -3,19 +3,16 @@
 from collections.abc import Sequence
 
 from stoop.server.pieces import Content, Piece
-from stoop.server.tools.calls import CallReader
+from stoop.server.tools.calls import CallsReader
 
 TAG = "<|python_tag|>"
 
 
-class LlamaReader:
+class LlamaReader(CallsReader):
     """The answer is either calls, separated by semicolons, or content."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._held = ""
-        self._call: CallReader | None = None
-        self._num_calls = 0
+        super().__init__(names)
         self._plain = False  # the rest is content
 
     def feed(self, text: str) -> list[Piece]:
@@ -63,7 +60,7 @@ class LlamaReader:
         self._held = text
         if not text:
             return False
-        self._call = CallReader(self._num_calls, self._names)
+        self._begin_call()
         return True
 
     def _give_up(self, pieces: list[Piece]) -> None:
