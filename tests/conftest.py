@@ -5,6 +5,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,26 @@ pytest.register_assert_rewrite("support")  # asserts there explain themselves as
 import stoop.models.registry  # noqa: E402, F401
 from support.checkpoints import CheckpointStore  # noqa: E402
 from support.drafters import DrafterStore  # noqa: E402
+from support.long_files import LONGEST_FILES  # noqa: E402
+
+TESTS = Path(__file__).parent
 
 # A shell starts jobs in the background with Ctrl-C ignored, and tests of interrupts would wait
 # forever. Processes that tests start begin with the default then.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would begin with the files of most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take whole files: begin with those that take longest, so that none is left to run
+    alone at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST_FILES)}
+        items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 def pytest_collection_finish() -> None:

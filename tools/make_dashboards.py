@@ -15,6 +15,8 @@ from stoop.server.metric_names import Metric
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "grafana"
 FILES = {"stoop.json": False, "stoop-vllm-names.json": True}
 WIDTH, HEIGHT = 8, 8  # of a panel; a row has 24
+# Title, unit, description, and queries with their legends.
+Panel = tuple[str, str, str, list[tuple[str, str]]]
 CHOSEN = 'model_name=~"$model", instance=~"$instance"'
 
 
@@ -53,224 +55,228 @@ def quantiles(histogram: str) -> list[tuple[str, str]]:
     ]
 
 
-def panels(vllm: bool) -> list[tuple[str, list[tuple[str, str, str, list[tuple[str, str]]]]]]:
-    """By row: title, unit, description, and queries with their legends."""
+def traffic_row(vllm: bool) -> list[Panel]:
     reason = metric_names.FINISHED.label_name(vllm)
     return [
         (
-            "Traffic",
+            "Requests",
+            "reqps",
+            "Arrived and ended, by reason.",
             [
+                ("arrived", "rate<requests_total>"),
                 (
-                    "Requests",
-                    "reqps",
-                    "Arrived and ended, by reason.",
-                    [
-                        ("arrived", "rate<requests_total>"),
-                        (
-                            f"{{{{{reason}}}}}",
-                            f"sum by ({reason}) "
-                            "(rate(<requests_finished_total>[$__rate_interval]))",
-                        ),
-                    ],
-                ),
-                (
-                    "Tokens",
-                    "short",
-                    "Per second. Prompt tokens include those found in the prefix cache.",
-                    [
-                        ("prompt", "rate<prompt_tokens_total>"),
-                        ("generated", "rate<generation_tokens_total>"),
-                        ("from the prefix cache", "rate<prompt_tokens_cached_total>"),
-                    ],
-                ),
-                (
-                    "Running and waiting",
-                    "short",
-                    "Requests in the scheduler.",
-                    [
-                        ("running", "sum(<requests_running>)"),
-                        ("waiting", "sum(<requests_waiting>)"),
-                        ("limit of running", "sum(<requests_running_limit>)"),
-                        ("open HTTP requests", "sum(<http_requests_open>)"),
-                    ],
+                    f"{{{{{reason}}}}}",
+                    f"sum by ({reason}) (rate(<requests_finished_total>[$__rate_interval]))",
                 ),
             ],
         ),
         (
-            "Latency",
+            "Tokens",
+            "short",
+            "Per second. Prompt tokens include those found in the prefix cache.",
             [
-                (
-                    "Time to first token",
-                    "s",
-                    "From arrival to the first token.",
-                    quantiles("time_to_first_token_seconds"),
-                ),
-                (
-                    "Inter-token latency",
-                    "s",
-                    "Per token after the first. Tokens of one step share its time evenly.",
-                    quantiles("inter_token_latency_seconds"),
-                ),
-                (
-                    "Time per output token",
-                    "s",
-                    "By request: decode time over tokens.",
-                    quantiles("request_time_per_output_token_seconds"),
-                ),
-                (
-                    "End to end",
-                    "s",
-                    "From arrival to the end of the answer.",
-                    quantiles("e2e_request_latency_seconds"),
-                ),
-                (
-                    "Where the time goes",
-                    "s",
-                    "Means by request.",
-                    [
-                        (
-                            part,
-                            f"rate<request_{part}_time_seconds_sum> / "
-                            f"rate<request_{part}_time_seconds_count>",
-                        )
-                        for part in ("queue", "prefill", "decode")
-                    ],
-                ),
-                (
-                    "Lengths",
-                    "short",
-                    "Mean tokens by request.",
-                    [
-                        (
-                            kind,
-                            f"rate<request_{kind}_tokens_sum> / rate<request_{kind}_tokens_count>",
-                        )
-                        for kind in ("prompt", "generation")
-                    ],
-                ),
+                ("prompt", "rate<prompt_tokens_total>"),
+                ("generated", "rate<generation_tokens_total>"),
+                ("from the prefix cache", "rate<prompt_tokens_cached_total>"),
             ],
         ),
         (
-            "Cache",
+            "Running and waiting",
+            "short",
+            "Requests in the scheduler.",
+            [
+                ("running", "sum(<requests_running>)"),
+                ("waiting", "sum(<requests_waiting>)"),
+                ("limit of running", "sum(<requests_running_limit>)"),
+                ("open HTTP requests", "sum(<http_requests_open>)"),
+            ],
+        ),
+    ]
+
+
+def latency_row() -> list[Panel]:
+    return [
+        (
+            "Time to first token",
+            "s",
+            "From arrival to the first token.",
+            quantiles("time_to_first_token_seconds"),
+        ),
+        (
+            "Inter-token latency",
+            "s",
+            "Per token after the first. Tokens of one step share its time evenly.",
+            quantiles("inter_token_latency_seconds"),
+        ),
+        (
+            "Time per output token",
+            "s",
+            "By request: decode time over tokens.",
+            quantiles("request_time_per_output_token_seconds"),
+        ),
+        (
+            "End to end",
+            "s",
+            "From arrival to the end of the answer.",
+            quantiles("e2e_request_latency_seconds"),
+        ),
+        (
+            "Where the time goes",
+            "s",
+            "Means by request.",
             [
                 (
-                    "KV cache in use",
-                    "percentunit",
-                    "Share of blocks.",
-                    [("{{instance}}", "<kv_cache_usage_ratio>")],
-                ),
-                (
-                    "Prefix cache hit rate",
-                    "percentunit",
-                    "Share of looked-up prompt tokens that were found.",
-                    [
-                        (
-                            "hits",
-                            "rate<prefix_cache_hit_tokens_total> / "
-                            "rate<prefix_cache_queried_tokens_total>",
-                        )
-                    ],
-                ),
-                (
-                    "Preemptions",
-                    "short",
-                    "Per second. Many: the KV cache is too small for the load.",
-                    [("preemptions", "rate<preemptions_total>")],
-                ),
+                    part,
+                    f"rate<request_{part}_time_seconds_sum> / "
+                    f"rate<request_{part}_time_seconds_count>",
+                )
+                for part in ("queue", "prefill", "decode")
             ],
         ),
         (
-            "Speculation",
+            "Lengths",
+            "short",
+            "Mean tokens by request.",
             [
                 (
-                    "Acceptance by position",
-                    "percentunit",
-                    "Share of verifications that accepted the draft at this position.",
-                    [
-                        (
-                            "draft {{position}}",
-                            "sum by (position) (rate(<spec_accepted_tokens_by_position_total>"
-                            "[$__rate_interval])) / scalar(rate<spec_drafts_total>)",
-                        )
-                    ],
-                ),
+                    kind,
+                    f"rate<request_{kind}_tokens_sum> / rate<request_{kind}_tokens_count>",
+                )
+                for kind in ("prompt", "generation")
+            ],
+        ),
+    ]
+
+
+def cache_row() -> list[Panel]:
+    return [
+        (
+            "KV cache in use",
+            "percentunit",
+            "Share of blocks.",
+            [("{{instance}}", "<kv_cache_usage_ratio>")],
+        ),
+        (
+            "Prefix cache hit rate",
+            "percentunit",
+            "Share of looked-up prompt tokens that were found.",
+            [
                 (
-                    "Mean acceptance length",
-                    "short",
-                    "Tokens of a step: the accepted drafts and one more.",
-                    [("length", "1 + rate<spec_accepted_tokens_total> / rate<spec_drafts_total>")],
-                ),
-                (
-                    "Draft tokens",
-                    "short",
-                    "Per second.",
-                    [
-                        ("verified", "rate<spec_draft_tokens_total>"),
-                        ("accepted", "rate<spec_accepted_tokens_total>"),
-                    ],
-                ),
+                    "hits",
+                    "rate<prefix_cache_hit_tokens_total> / rate<prefix_cache_queried_tokens_total>",
+                )
             ],
         ),
         (
-            "Engine",
+            "Preemptions",
+            "short",
+            "Per second. Many: the KV cache is too small for the load.",
+            [("preemptions", "rate<preemptions_total>")],
+        ),
+    ]
+
+
+def speculation_row() -> list[Panel]:
+    return [
+        (
+            "Acceptance by position",
+            "percentunit",
+            "Share of verifications that accepted the draft at this position.",
             [
                 (
-                    "Steps by graph mode",
-                    "ops",
-                    "How the target's batches ran.",
-                    [("{{mode}}", "sum by (mode) (rate(<steps_total>[$__rate_interval]))")],
-                ),
-                (
-                    "Padding",
-                    "percentunit",
-                    "Share of computed tokens that only filled a graph.",
-                    [
-                        (
-                            "wasted",
-                            "rate<tokens_padded_total> / "
-                            "(rate<tokens_computed_total> + rate<tokens_padded_total>)",
-                        )
-                    ],
-                ),
-                (
-                    "Time in steps",
-                    "percentunit",
-                    "Share of time that the core computes.",
-                    [("{{instance}}", "rate(<step_seconds_total>[$__rate_interval])")],
-                ),
+                    "draft {{position}}",
+                    "sum by (position) (rate(<spec_accepted_tokens_by_position_total>"
+                    "[$__rate_interval])) / scalar(rate<spec_drafts_total>)",
+                )
             ],
         ),
         (
-            "Trouble",
+            "Mean acceptance length",
+            "short",
+            "Tokens of a step: the accepted drafts and one more.",
+            [("length", "1 + rate<spec_accepted_tokens_total> / rate<spec_drafts_total>")],
+        ),
+        (
+            "Draft tokens",
+            "short",
+            "Per second.",
             [
-                (
-                    "Refused",
-                    "reqps",
-                    "Answered with an error, by HTTP status.",
-                    [
-                        (
-                            "{{code}}",
-                            "sum by (code) (rate(<requests_refused_total>[$__rate_interval]))",
-                        )
-                    ],
-                ),
-                (
-                    "Restarts of the core",
-                    "short",
-                    "Since the server's start.",
-                    [("{{instance}}", "<core_restarts_total>")],
-                ),
-                (
-                    "Health",
-                    "short",
-                    "1: the core's process lives and its loop turns.",
-                    [
-                        ("{{instance}}", "<core_healthy>"),
-                        ("heartbeat age {{instance}}", "<core_heartbeat_age_seconds>"),
-                    ],
-                ),
+                ("verified", "rate<spec_draft_tokens_total>"),
+                ("accepted", "rate<spec_accepted_tokens_total>"),
             ],
         ),
+    ]
+
+
+def engine_row() -> list[Panel]:
+    return [
+        (
+            "Steps by graph mode",
+            "ops",
+            "How the target's batches ran.",
+            [("{{mode}}", "sum by (mode) (rate(<steps_total>[$__rate_interval]))")],
+        ),
+        (
+            "Padding",
+            "percentunit",
+            "Share of computed tokens that only filled a graph.",
+            [
+                (
+                    "wasted",
+                    "rate<tokens_padded_total> / "
+                    "(rate<tokens_computed_total> + rate<tokens_padded_total>)",
+                )
+            ],
+        ),
+        (
+            "Time in steps",
+            "percentunit",
+            "Share of time that the core computes.",
+            [("{{instance}}", "rate(<step_seconds_total>[$__rate_interval])")],
+        ),
+    ]
+
+
+def trouble_row() -> list[Panel]:
+    return [
+        (
+            "Refused",
+            "reqps",
+            "Answered with an error, by HTTP status.",
+            [
+                (
+                    "{{code}}",
+                    "sum by (code) (rate(<requests_refused_total>[$__rate_interval]))",
+                )
+            ],
+        ),
+        (
+            "Restarts of the core",
+            "short",
+            "Since the server's start.",
+            [("{{instance}}", "<core_restarts_total>")],
+        ),
+        (
+            "Health",
+            "short",
+            "1: the core's process lives and its loop turns.",
+            [
+                ("{{instance}}", "<core_healthy>"),
+                ("heartbeat age {{instance}}", "<core_heartbeat_age_seconds>"),
+            ],
+        ),
+    ]
+
+
+def rows(vllm: bool) -> list[tuple[str, list[Panel]]]:
+    """Titles, and the panels below them."""
+    return [
+        ("Traffic", traffic_row(vllm)),
+        ("Latency", latency_row()),
+        ("Cache", cache_row()),
+        ("Speculation", speculation_row()),
+        ("Engine", engine_row()),
+        ("Trouble", trouble_row()),
     ]
 
 
@@ -294,54 +300,55 @@ def name_of(variable_name: str) -> str:
     return {"model": "model_name"}.get(variable_name, variable_name)
 
 
+def row_json(number: int, title: str, top: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "type": "row",
+        "title": title,
+        "collapsed": False,
+        "gridPos": {"x": 0, "y": top, "w": 24, "h": 1},
+        "panels": [],
+    }
+
+
+def panel_json(number: int, panel: Panel, x: int, y: int, vllm: bool) -> dict[str, Any]:
+    title, unit, description, queries = panel
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": title,
+        "description": description,
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {
+            "defaults": {
+                "unit": unit,
+                "min": 0,
+                "custom": {"lineWidth": 2, "fillOpacity": 8, "showPoints": "never"},
+            }
+            | ({"max": 1} if unit == "percentunit" else {}),
+            "overrides": [],
+        },
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {"refId": chr(65 + index), "expr": query(expr, vllm), "legendFormat": legend}
+            for index, (legend, expr) in enumerate(queries)
+        ],
+    }
+
+
 def dashboard(vllm: bool) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     top = 0
-    for row, of_row in panels(vllm):
-        found.append(
-            {
-                "id": len(found) + 1,
-                "type": "row",
-                "title": row,
-                "collapsed": False,
-                "gridPos": {"x": 0, "y": top, "w": 24, "h": 1},
-                "panels": [],
-            }
-        )
+    for title, of_row in rows(vllm):
+        found.append(row_json(len(found) + 1, title, top))
         top += 1
-        for place, (title, unit, description, queries) in enumerate(of_row):
+        for place, panel in enumerate(of_row):
             x, y = place % 3 * WIDTH, top + place // 3 * HEIGHT
-            found.append(
-                {
-                    "id": len(found) + 1,
-                    "type": "timeseries",
-                    "title": title,
-                    "description": description,
-                    "datasource": {"type": "prometheus", "uid": "${datasource}"},
-                    "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
-                    "fieldConfig": {
-                        "defaults": {
-                            "unit": unit,
-                            "min": 0,
-                            "custom": {"lineWidth": 2, "fillOpacity": 8, "showPoints": "never"},
-                        }
-                        | ({"max": 1} if unit == "percentunit" else {}),
-                        "overrides": [],
-                    },
-                    "options": {
-                        "legend": {"displayMode": "list", "placement": "bottom"},
-                        "tooltip": {"mode": "multi", "sort": "desc"},
-                    },
-                    "targets": [
-                        {
-                            "refId": chr(65 + index),
-                            "expr": query(expr, vllm),
-                            "legendFormat": legend,
-                        }
-                        for index, (legend, expr) in enumerate(queries)
-                    ],
-                }
-            )
+            found.append(panel_json(len(found) + 1, panel, x, y, vllm))
         top += (len(of_row) + 2) // 3 * HEIGHT
     (running,) = by_name()["requests_running"].names(vllm)
     return {

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it."""
+"""The command line: in processes of its own where that matters, else in this one."""
 
 import io
 import json
@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from support.terminal import Terminal
 
 STOOP = [sys.executable, "-c", "from stoop.cli.main import main; main()"]
 QUICK = ["--dtype", "float64", "--device", "cpu"]
+Stoop = Callable[..., tuple[int, str, str]]  # the fixture: a command in this process
 
 
 def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -45,7 +47,7 @@ def test_generate_prints_text_and_speed(text_model: Path) -> None:
 NGRAM = ["-sc", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}']
 
 
-def test_generate_beside_plain(text_model: Path) -> None:
+def test_generate_beside_plain(stoop: Stoop, text_model: Path) -> None:
     args = [
         "--prompt",
         "hello hello",
@@ -55,34 +57,35 @@ def test_generate_beside_plain(text_model: Path) -> None:
         "--beside-plain",
         *QUICK,
     ]
-    done = run("generate", str(text_model), *args, *NGRAM)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"without drafts ([\d.]+) tokens/s, (.*): ([\d.]+)x the speed", done.stderr)
+    code, answer, told = stoop("generate", str(text_model), *args, *NGRAM)
+    assert code == 0, told
+    found = re.search(r"without drafts ([\d.]+) tokens/s, (.*): ([\d.]+)x the speed", told)
     assert found is not None and found[2] == "the same answer"
     assert float(found[1]) > 0 and float(found[3]) > 0
     # Without drafts there is nothing to compare.
-    plain = run("generate", str(text_model), *args, "-sc", "none")
-    assert plain.returncode == 0 and "without drafts" not in plain.stderr
-    assert "there were no drafts" in plain.stderr
-    assert done.stdout == plain.stdout, "an answer is shown once"
-    refused = run("generate", str(text_model), *args, "--json")
-    assert refused.returncode == 2 and "leave out --json" in refused.stderr
+    code, plain_answer, told = stoop("generate", str(text_model), *args, "-sc", "none")
+    assert code == 0 and "without drafts" not in told
+    assert "there were no drafts" in told
+    assert answer == plain_answer, "an answer is shown once"
+    code, _, told = stoop("generate", str(text_model), *args, "--json")
+    assert code == 2 and "leave out --json" in told
 
 
-def test_beside_plain_changes_no_answer(text_model: Path) -> None:
+def test_beside_plain_changes_no_answer(stoop: Stoop, text_model: Path) -> None:
     """Neither engine's first use nor drafts of the other kind take part in it."""
     args = ["--prompt", "hello", "--max-tokens", "8", "--temperature", "1", *QUICK, *NGRAM]
     args += ["--num-speculative-tokens", "1", "--ignore-eos"]
-    compared = run("generate", str(text_model), *args, "--beside-plain")
-    assert compared.returncode == 0 and "the same answer" in compared.stderr, compared.stderr
-    assert compared.stdout == run("generate", str(text_model), *args).stdout
+    code, compared, told = stoop("generate", str(text_model), *args, "--beside-plain")
+    assert code == 0 and "the same answer" in told, told
+    assert (0, compared) == stoop("generate", str(text_model), *args)[:2]
 
 
-def test_generate_json_is_json(text_model: Path) -> None:
+def test_generate_json_is_json(stoop: Stoop, text_model: Path) -> None:
     args = ["-p", "hello", "-p", "other", "-n", "2", "--temperature", "1", "--seed", "3", "--json"]
-    done = run("generate", str(text_model), *args, "--logprobs", "1", "--max-tokens", "4", *QUICK)
-    assert done.returncode == 0, done.stderr
-    *records, last = [json.loads(line) for line in done.stdout.splitlines()]
+    args += ["--logprobs", "1", "--max-tokens", "4", *QUICK]
+    code, answer, told = stoop("generate", str(text_model), *args)
+    assert code == 0, told
+    *records, last = [json.loads(line) for line in answer.splitlines()]
     assert [record["prompt"] for record in records] == ["hello", "other"]
     assert [len(record["outputs"]) for record in records] == [2, 2]
     assert records[0]["outputs"][0]["logprobs"]
@@ -102,12 +105,12 @@ def test_generate_reads_standard_input_and_applies_the_chat_template(text_model:
 
 
 @pytest.mark.parametrize("bench", ["throughput", "latency"])
-def test_benchmarks_end_with_a_json_line(bench: str, text_model: Path) -> None:
+def test_benchmarks_end_with_a_json_line(stoop: Stoop, bench: str, text_model: Path) -> None:
     sizes = ["--num-prompts", "3"] if bench == "throughput" else ["--batch-size", "1,2"]
     args = [*sizes, "--input-len", "8", "--output-len", "6", *QUICK]
-    done = run("bench", bench, str(text_model), *args)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
+    code, shown, told = stoop("bench", bench, str(text_model), *args)
+    assert code == 0, told
+    record = json.loads(shown.splitlines()[-1])
     assert record["bench"] == bench
     first = record if bench == "throughput" else record["results"][0]
     assert first["tokens_per_s"] > 0
@@ -115,11 +118,12 @@ def test_benchmarks_end_with_a_json_line(bench: str, text_model: Path) -> None:
     assert first["ttft_ms"]["p50"] <= first["ttft_ms"]["p99"]
 
 
-def test_latency_beside_transformers(text_model: Path) -> None:
+def test_latency_beside_transformers(stoop: Stoop, text_model: Path) -> None:
     args = ["--batch-size", "1", "--input-len", "8", "--output-len", "6", "--repeat", "1"]
-    done = run("bench", "latency", str(text_model), *args, "--peer", "transformers", *QUICK)
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout.splitlines()[-1])["results"]
+    args += ["--peer", "transformers", *QUICK]
+    code, shown, told = stoop("bench", "latency", str(text_model), *args)
+    assert code == 0, told
+    (result,) = json.loads(shown.splitlines()[-1])["results"]
     assert result["ratio"] == pytest.approx(
         result["tokens_per_s"] / result["transformers_tokens_per_s"], rel=1e-3
     )
@@ -165,20 +169,20 @@ def test_chat_keeps_history(
     assert twice != reset
 
 
-def test_check_proves_graphs_equal_and_ends_with_json() -> None:
-    done = run("check", "--modes", "piecewise", "--backends", "hostplan")
-    assert done.returncode == 0, done.stderr
-    assert "equal" in done.stdout
-    record = json.loads(done.stdout.splitlines()[-1])
+def test_check_proves_graphs_equal_and_ends_with_json(stoop: Stoop) -> None:
+    code, shown, told = stoop("check", "--modes", "piecewise", "--backends", "hostplan")
+    assert code == 0, told
+    assert "equal" in shown
+    record = json.loads(shown.splitlines()[-1])
     assert record == {"cases": 25, "failed": 0, "failures": []}
 
 
-def test_check_proves_the_graphs_of_a_head() -> None:
+def test_check_proves_the_graphs_of_a_head(stoop: Stoop) -> None:
     """All of them are used, whatever is accepted."""
-    head = '{"method": "eagle3", "model": "tiny", "num_speculative_tokens": 3}'
-    done = run("check", "--modes", "step", "--backends", "reference", "-sc", head)
-    assert done.returncode == 0, done.stdout
-    assert json.loads(done.stdout.splitlines()[-1])["cases"] == 25
+    head = '{"method": "eagle3", "model": "tiny", "num_speculative_tokens": 2}'
+    code, shown, _ = stoop("check", "--modes", "step", "--backends", "reference", "-sc", head)
+    assert code == 0, shown
+    assert json.loads(shown.splitlines()[-1])["cases"] == 25
 
 
 def check_mutants(monkeypatch: pytest.MonkeyPatch, *args: str) -> int | str | None:

@@ -1,5 +1,6 @@
 """Run-ahead as users see it: every way to come, to go and to end, against the plain loop."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,12 +155,23 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plain(text_model: Path, every_request):
+    """Outputs and metrics of the plain loop, with drafts or without."""
+
+    @functools.cache
+    def answers(drafts: bool) -> tuple[dict[str, RequestOutput], dict[str, Any]]:
+        llm = make_ahead_llm(text_model, 0, speculative_config=NGRAM if drafts else None)
+        return serve(llm, every_request), llm.metrics()
+
+    return answers
+
+
 @pytest.mark.parametrize(("ahead", "options"), CASES)
 def test_every_kind_of_request(
-    text_model: Path, every_request, ahead: int, options: dict[str, Any]
+    text_model: Path, every_request, plain, ahead: int, options: dict[str, Any]
 ) -> None:
-    plain = make_ahead_llm(text_model, 0, speculative_config=options.get("speculative_config"))
-    expected = serve(plain, every_request)
+    expected, plain_metrics = plain("speculative_config" in options)
     llm = make_ahead_llm(text_model, ahead, **options)
     watch = Watch(llm)
     found = serve(llm, every_request)
@@ -173,9 +185,9 @@ def test_every_kind_of_request(
     metrics = llm.metrics()
     assert (metrics["num_preemptions"] > 0) == ("num_kv_blocks" in options)
     for key in ("num_requests_finished", "num_generated_tokens", "num_prompt_tokens"):
-        assert metrics[key] == plain.metrics()[key], key
+        assert metrics[key] == plain_metrics[key], key
     if not metrics["num_preemptions"]:  # which cuts runs of drafts
-        for key, value in plain.metrics().items():
+        for key, value in plain_metrics.items():
             assert not key.startswith("spec_") or metrics[key] == value, key
 
 

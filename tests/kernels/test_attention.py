@@ -32,11 +32,11 @@ def test_decodes_of_one_token(window: int, splits: int | None) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("window", [0, 2, 20])
-@pytest.mark.parametrize("num_sms", [1, 8])
-def test_verified_drafts_with_dead_tokens(num_sms: int, window: int) -> None:
+def test_verified_drafts_with_dead_tokens(window: int) -> None:
     rows = [Row(length, 4, dead) for length, dead in zip(LENGTHS, (0, 1, 2, 3) * 3, strict=False)]
     case = make_case(rows[:6], Heads(1, 4, 16), 16, padded_rows=1, padded_tokens=4)
-    assert_right(case, window=window, max_query_len=4, num_sms=num_sms)
+    for num_sms in (1, 8):
+        assert_right(case, window=window, max_query_len=4, num_sms=num_sms)
     assert_right(case, window=window)  # by both kernels
 
 
@@ -82,12 +82,13 @@ def test_shapes_of_heads(heads: Heads, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_of_fewer_bits_is_read_as_its_values(dtype: torch.dtype) -> None:
     """To the bit what a cache of the queries' dtype with the same values gives."""
-    rows = [Row(70, 2, 1), Row(3, 2), Row(126, 2), Row(9, 40)]
-    case = make_case(rows, Heads(2, 3, 64), 16, padded_rows=1, padded_tokens=2)
+    rows = [Row(70, 2, 1), Row(3, 2), Row(9, 40)]
+    case = make_case(rows, Heads(1, 3, 64), 16, padded_rows=1, padded_tokens=2)
     narrow = dataclasses.replace(case, cache=case.cache.to(dtype))
     rounded = dataclasses.replace(case, cache=narrow.cache.to(case.cache.dtype))
-    assert torch.equal(attend(narrow), attend(rounded))
-    assert not torch.equal(attend(narrow), attend(case))
+    found = attend(narrow)
+    assert torch.equal(found, attend(rounded))
+    assert not torch.equal(found, attend(case))
 
 
 @pytest.mark.interpreted

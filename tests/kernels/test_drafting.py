@@ -1,6 +1,7 @@
 """Drafting against torch, over random slot state and poisoned buffers."""
 
 import itertools
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from support.step_cases import (
     verified_case,
 )
 
+EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 # The interpreter's: an old way to call numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -145,10 +147,11 @@ def test_draft_draw_equals_torch(seed: int) -> None:
     seeds = torch.tensor([rng.getrandbits(63) for _ in range(num_slots)])
     limits = (each(0.0, 0.1), each(0, 1, 5).long(), each(1.0, 0.5))
     how = DrawTensors(each(0.0, 0.6, 1.0), seeds, *limits)
-    size = rng.choice((7, 300, 4097))  # of more than one part
+    size = (7, 300, 4097)[seed % 3]  # the last one has more than one part
     d2t = torch.tensor(sorted(rng.sample(range(2 * size), size))) - torch.arange(size)
     logits = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
-    for offsets, filters in itertools.product((None, d2t), (False, True)):
+    ways = list(itertools.product((None, d2t), (False, True)))
+    for offsets, filters in ways if EVERY else ways[seed % 4 :][:1]:  # each meets every size
         given = (case.slots, case.step, how, offsets, filters)
         found = kernels.draw_as_target(logits.clone(), *given)
         wanted = reference.draw_as_target(logits.clone(), *given)

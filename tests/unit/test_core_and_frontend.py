@@ -17,7 +17,6 @@ from stoop.core.messages import Delta, EngineRequest
 from stoop.core.outputs import CompletionOutput, RequestOutput
 from stoop.core.request import PromptLimits
 from stoop.core.sampling_params import SamplingParams
-from stoop.core.step import RowResult, StepPlan, StepResult, TokenScores
 from stoop.engine import outputs as outputs_module
 from stoop.engine.core import EngineCore
 from stoop.engine.frontend import Frontend
@@ -25,56 +24,17 @@ from stoop.scheduler import prefix_cache
 from stoop.text.detokenize import GrowingText
 from stoop.text.tokenizer import Tokenizer
 from support.byte_tokenizer import write_tokenizer
+from support.fake_executor import FakeExecutor
 from support.scheduling import make_rules
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 LIMIT = 4096
 
 
-class Letters:
-    """An executor without a model: every request spells the alphabet, over and over."""
-
-    num_blocks = 2 + LIMIT // 4
-    block_bytes = 1
-    caches_prefixes = True
-    draft_seconds = 0.0
-    busy = False
-    wants_scores = False
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.drafting = True
-        self.letters = tokenizer.encode(ALPHABET, add_special_tokens=False)
-        self.num_tokens: dict[int, int] = {}  # by slot
-        self.steps: list[StepResult] = []
-
-    def launch(self, plan: StepPlan) -> "Letters":
-        for admission in plan.admissions:
-            num_output = len(admission.token_ids) - admission.num_prompt_tokens
-            self.num_tokens[admission.slot] = num_output
-        rows = []
-        for row in plan.rows:
-            token_ids = []
-            if row.samples:
-                token_ids = [self.letters[self.num_tokens[row.slot] % len(self.letters)]]
-                self.num_tokens[row.slot] += 1
-            found = RowResult(row.request_id, row.epoch, token_ids)
-            if row.rules.params.logprobs is not None:
-                found.scores = [TokenScores([t], [-0.5], 1) for t in token_ids]
-            rows.append(found)
-        self.steps.append(StepResult(plan.index, rows))
-        return self
-
-    def result(self) -> StepResult:
-        return self.steps.pop(0)
-
-    def end_step(self) -> None:
-        pass
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
-
-    def forget_rows(self) -> None:
-        self.steps.clear()
+def make_executor(tokenizer: Tokenizer, num_blocks: int = 2 + LIMIT // 4) -> FakeExecutor:
+    """Every request spells the alphabet, over and over."""
+    letters = tokenizer.encode(ALPHABET, add_special_tokens=False)
+    return FakeExecutor(num_blocks, lambda place: letters[place % len(letters)])
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def make_core(tokenizer: Tokenizer) -> EngineCore:
     schedule = ScheduleConfig(LIMIT, 4, 64, True)
-    return EngineCore(schedule, CacheConfig(block_size=4), Letters(tokenizer))
+    return EngineCore(schedule, CacheConfig(block_size=4), make_executor(tokenizer))
 
 
 def make_frontend(tokenizer: Tokenizer, limits: PromptLimits) -> Frontend:
@@ -185,10 +145,11 @@ def test_outputs_of_a_stream_show_the_moment_they_were_made(tokenizer: Tokenizer
     pair = Pair(tokenizer)
     pair.add("r", SamplingParams(max_tokens=6, logprobs=0))
     kept = list(pair.outputs())  # nothing has been read yet
+    letters = tokenizer.encode(ALPHABET, add_special_tokens=False)
     for number, output in reversed(list(enumerate(kept, start=1))):
         (answer,) = output.outputs
         assert answer.text == ALPHABET[:number]
-        assert answer.token_ids == pair.core.executor.letters[:number]  # type: ignore[attr-defined]
+        assert answer.token_ids == letters[:number]
         assert len(answer.logprobs or ()) == number
 
 
@@ -335,8 +296,7 @@ def test_a_waiting_prompt_is_not_hashed_again(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first in the queue is matched against the prefix cache in every step it waits."""
-    executor = Letters(tokenizer)
-    executor.num_blocks = 40
+    executor = make_executor(tokenizer, num_blocks=40)
     core = EngineCore(ScheduleConfig(128, 4, 256, True), CacheConfig(block_size=4), executor)
     prompt = tuple(range(100))
     core.add([EngineRequest("first", prompt, make_rules(1))])

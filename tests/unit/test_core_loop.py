@@ -1,6 +1,5 @@
 """The loop of a core in a process of its own, without processes: commands in, messages out."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta, EngineRequest
-from stoop.core.step import RowResult, StepPlan, StepResult, TokenScores
+from stoop.core.step import StepPlan, TokenScores
 from stoop.engine.core import EngineCore
 from stoop.engine.core_loop import (
     BUSY_SECONDS,
@@ -29,56 +28,15 @@ from stoop.engine.wire import (
     Stop,
     encode,
 )
+from support.fake_executor import FakeExecutor
 from support.scheduling import make_rules
-
-
-class Counting:
-    """An executor without a model: token i of each answer is i. It fails for chosen requests."""
-
-    num_blocks = 64
-    block_bytes = 1
-    caches_prefixes = True
-    draft_seconds = 0.0
-    busy = False
-    wants_scores = False
-
-    def __init__(self) -> None:
-        self.drafting = True
-        self.num_tokens: dict[int, int] = {}  # by slot
-        self.steps: list[StepResult] = []
-        self.fails: Callable[[StepPlan], bool] = lambda plan: False
-
-    def launch(self, plan: StepPlan) -> "Counting":
-        for admission in plan.admissions:
-            done = len(admission.token_ids) - admission.num_prompt_tokens
-            self.num_tokens[admission.slot] = done
-        if self.fails(plan):
-            raise RuntimeError("the device\nsays no")
-        rows = []
-        for row in plan.rows:
-            rows.append(RowResult(row.request_id, row.epoch, [self.num_tokens[row.slot]]))
-            self.num_tokens[row.slot] += 1
-        self.steps.append(StepResult(plan.index, rows))
-        return self
-
-    def result(self) -> StepResult:
-        return self.steps.pop(0)
-
-    def end_step(self) -> None:
-        pass
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
-
-    def forget_rows(self) -> None:
-        self.steps.clear()
 
 
 class Bench:
     """A loop over two slots, its messages, and a clock that tests set."""
 
     def __init__(self, run_ahead: int = 0) -> None:
-        self.executor = Counting()
+        self.executor = FakeExecutor(num_blocks=64)
         schedule = ScheduleConfig(128, 2, 64, True, run_ahead=run_ahead)
         core = EngineCore(schedule, CacheConfig(block_size=4), self.executor)
         self.messages: list[Any] = []
