@@ -45,9 +45,10 @@ def store_quantized(module: Module, reader: WeightReader) -> None:
 def store_in_8_bits(module: Module) -> None:
     """Round the matrices of a draft head, which can only change what it drafts."""
     for layer in cast(nn.Module, module).modules():
-        if isinstance(layer, MatrixLayer) and layer.num_outputs:
-            if Q8_0.fits([layer.num_outputs], layer.num_inputs):
-                layer.store_as(torch.float32, Q8_0)
+        if not isinstance(layer, MatrixLayer) or not layer.num_outputs:
+            continue
+        if Q8_0.fits([layer.num_outputs], layer.num_inputs):
+            layer.store_as(torch.float32, Q8_0)
 
 
 def map_saved(module: Module, folder: Path) -> bool:
