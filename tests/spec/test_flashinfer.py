@@ -3,6 +3,7 @@
 A stand-in in plain torch attends by the plan alone, so wrong or stale plans give wrong answers.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from stoop.spec.decode_lane import DraftDecodeLane
 from support import fake_flashinfer
 from support.checkpoints import CheckpointStore
 from support.drafters import MODES, DrafterStore, Trace, make_spec_llm, run
-from support.graph_workload import make_graph_llm
+from support.graph_workload import Answers, make_graph_llm
 from support.graph_workload import run as run_plain
 
 Patch = pytest.MonkeyPatch
@@ -99,17 +100,29 @@ def test_check_leaves_it_out_where_it_cannot_run(monkeypatch: Patch) -> None:
 CHOSEN = MODES if os.environ.get("STOOP_TEST_ALL") else ("none", "full", "step")
 
 
+@pytest.fixture(scope="module")
+def plain(checkpoints: CheckpointStore) -> Callable[[str], Answers]:
+    """Eager steps of the reference backend, by model."""
+
+    @functools.cache
+    def answers(model: str) -> Answers:
+        folder = checkpoints.get(model, dtype="float64")
+        return run_plain(make_graph_llm(folder, attention_backend="reference"))
+
+    return answers
+
+
 @pytest.mark.parametrize(
     ("model", "mode"),
     [*(("llama3", mode) for mode in MODES), *(("qwen2-window", mode) for mode in CHOSEN)],
 )  # the second has two windows
 @pytest.mark.usefixtures("_fake")
 def test_every_mode_answers_as_the_reference(
-    checkpoints: CheckpointStore, model: str, mode: str
+    checkpoints: CheckpointStore, plain: Callable[[str], Answers], model: str, mode: str
 ) -> None:
     """Tokens and scores of unpadded eager steps; replays are compared with their eager twins."""
     folder = checkpoints.get(model, dtype="float64")
-    expected = run_plain(make_graph_llm(folder, attention_backend="reference"))
+    expected = plain(model)
     llm = make_graph_llm(folder, graph_mode=mode, sanitize=mode != "none", **FLASHINFER)
     answers = run_plain(llm)
     assert answers.token_ids == expected.token_ids
