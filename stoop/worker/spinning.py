@@ -11,6 +11,8 @@ for a while, and sleep again when it does. libgomp has no call for this, but it 
 it manages more threads than there are cores. Creating a second team of idle threads has that
 effect; ending the team undoes it.
 
+Our own CPU kernels have a team of their own (ops/native), which follows the same decision.
+
 `OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment take precedence.
 """
 
@@ -22,6 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from stoop.ops.native.library import spin_between_calls
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,19 @@ class IdleTeam:
     def end(self) -> None:
         self._end.set()
         self._thread.join()
+
+
+class SleepingThreads:
+    """While it exists, threads sleep instead of spinning: OpenMP's, and those of our kernels."""
+
+    def __init__(self, libgomp: Any | None) -> None:
+        spin_between_calls(False)
+        self._team = None if libgomp is None else IdleTeam(libgomp)
+
+    def end(self) -> None:
+        spin_between_calls(True)
+        if self._team is not None:
+            self._team.end()
 
 
 def num_cores() -> int:
@@ -165,10 +182,16 @@ def share_cores() -> SpinControl | None:
     """Return the process's control, created at the first call; None if it has no effect here."""
     global _control
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        spin_between_calls(_asks_to_spin())
         return None
     with _lock:
         if _control is None and seconds_waited() is not None:
             libgomp = find_libgomp()
-            if libgomp is not None:
-                _control = SpinControl(lambda: IdleTeam(libgomp))
+            _control = SpinControl(lambda: SleepingThreads(libgomp))
         return _control
+
+
+def _asks_to_spin() -> bool:
+    """What the environment asks of OpenMP's threads."""
+    policy = os.environ.get("OMP_WAIT_POLICY", "").lower()
+    return policy == "active" or (policy != "passive" and os.environ.get("GOMP_SPINCOUNT") != "0")

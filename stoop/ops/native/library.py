@@ -141,7 +141,6 @@ class Native:
         self.group_bytes: Callable[[int], int] = library.stoop_group_bytes
         self.num_threads = 0
         self.team: int | None = None
-        self._spin = 0
         self._lock = threading.Lock()
         self.start(torch.get_num_threads())
 
@@ -154,13 +153,11 @@ class Native:
                 self._library.stoop_stop(self.team)
             self.team = self._library.stoop_start(num_threads)
             self.num_threads = num_threads
-            self._library.stoop_spin(self.team, self._spin)
+            self.follow_spinning()
 
-    def set_spinning(self, spins: bool) -> None:
-        """Whether idle threads wait for the next call at a cost: on cores that nobody else needs"""
-        self._spin = SPIN_MICROSECONDS if spins else 0
+    def follow_spinning(self) -> None:
         if self.team is not None:
-            self._library.stoop_spin(self.team, self._spin)
+            self._library.stoop_spin(self.team, SPIN_MICROSECONDS if _spins else 0)
 
     def forget_team(self) -> None:
         """In a forked child, which has none of its parent's threads."""
@@ -173,6 +170,15 @@ class Native:
 _lock = threading.Lock()
 _native: Native | None = None
 _problem: str | None = None  # why there is no library
+_spins = False
+
+
+def spin_between_calls(wanted: bool) -> None:
+    """Whether threads spin while they wait for the next call: on cores that nobody else needs."""
+    global _spins
+    _spins = wanted
+    if _native is not None:
+        _native.follow_spinning()
 
 
 def find_native(report: Report | None = None) -> Native | None:
