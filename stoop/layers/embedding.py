@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from stoop.layers.norm import RMSNorm
+from stoop.layers.norm import RMSNorm, join_normed
 from stoop.layers.weights import MatrixLayer, WeightView
 from stoop.ops.linear import logits_of
-from stoop.ops.norm import join_embedded, join_norms
+from stoop.ops.norm import join_embedded
 from stoop.ops.weight import Weight
 
 
@@ -27,7 +27,7 @@ class Embedding(MatrixLayer):
         matrix, eps = self.matrix, x_norm.eps
         if matrix.is_plain(x.dtype):
             return join_embedded(token_ids, matrix.data, norm.weight, x, x_norm.weight, eps)
-        return join_norms((self(token_ids), x), (norm.weight, x_norm.weight), eps)
+        return join_normed((self(token_ids), x), (norm, x_norm))
 
     def weight_views(self) -> Iterator[WeightView]:
         yield self._view("weight", 0, self.vocab_size)

@@ -24,7 +24,6 @@ from stoop.model_state.base import ModelState, ModelStateSetup
 from stoop.model_state.default import DefaultModelState
 from stoop.models.base import parameter_bytes
 from stoop.models.fused import FusedLayers, LayerParts, fuse
-from stoop.ops.norm import rms_norm_into
 from stoop.ops.rope import Rotation
 
 # Derived values that some checkpoints store, in any layer or at the top.
@@ -165,7 +164,7 @@ class DecoderModel(nn.Module):
         if out is None:
             out = self.norm(stream)
         else:
-            rms_norm_into(stream, self.norm.weight, self.norm.eps, out)
+            self.norm.into(stream, out)
         return out, tapped
 
     def _run_layers(

@@ -18,14 +18,14 @@ from stoop.config.schema import DraftMethod
 from stoop.layers.attention import Attention
 from stoop.layers.embedding import Embedding, OutputHead
 from stoop.layers.linear import FusedLinear
-from stoop.layers.norm import RMSNorm
+from stoop.layers.norm import RMSNorm, join_normed
 from stoop.layers.rope import RotaryTable
 from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightView, prefixed, vector_view
 from stoop.models.base import Model, parameter_bytes
 from stoop.models.decoder import MLP, DecoderLayer, DecoderSpec
 from stoop.models.fused import FusedLayers, LayerParts, fuse
-from stoop.ops.norm import join_norms, take_and_norm, take_rows
+from stoop.ops.norm import take_and_norm, take_rows
 from stoop.ops.rope import Rotation
 
 
@@ -190,8 +190,8 @@ class EagleHead(nn.Module):
         """Map [tokens, number of taps, target_hidden_size] to EAGLE-3 features."""
         joined = streams.flatten(1)
         if self.spec.fc_norms:
-            weights = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
-            joined = join_norms(streams.unbind(dim=1), weights, self.spec.decoder.rms_norm_eps)
+            norms = [cast(RMSNorm, norm) for norm in self.fc_norm]
+            joined = join_normed(streams.unbind(dim=1), norms)
         if self.input_norm is not None:
             joined = self.input_norm(joined)
         return self.fc(joined)
@@ -236,7 +236,11 @@ class EagleHead(nn.Module):
         if self.norm is None:
             take_rows(stream, index, features)
             return features[: stream.shape[0] if index is None else index.shape[0]]
-        states = take_and_norm(stream, index, features, self.norm.weight, self.norm.eps)
+        if self.norm.packed:
+            take_rows(stream, index, features)
+            states = self.norm(features[: stream.shape[0] if index is None else index.shape[0]])
+        else:
+            states = take_and_norm(stream, index, features, self.norm.weight, self.norm.eps)
         if self.spec.norm_output:
             features[: states.shape[0]].copy_(states)
         return states

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stoop.checkpoint.weights import WeightReader
+from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import MatrixLayer, WeightView
 from stoop.models.base import Module
 from stoop.ops.packed import Q8_0, common_format
@@ -31,6 +32,7 @@ def store_quantized(module: Module, reader: WeightReader) -> None:
 
     A matrix with a part that has no packed format, or odd sizes, stays dense.
     """
+    use_kernels_for_norms(module)
     parts: dict[MatrixLayer, list[WeightView]] = defaultdict(list)
     for view in module.weight_views():
         if view.layer is not None:
@@ -44,11 +46,19 @@ def store_quantized(module: Module, reader: WeightReader) -> None:
 
 def store_in_8_bits(module: Module) -> None:
     """Round the matrices of a draft head, which can only change what it drafts."""
+    use_kernels_for_norms(module)
     for layer in cast(nn.Module, module).modules():
         if not isinstance(layer, MatrixLayer) or not layer.num_outputs:
             continue
         if Q8_0.fits([layer.num_outputs], layer.num_inputs):
             layer.store_as(torch.float32, Q8_0)
+
+
+def use_kernels_for_norms(module: Module) -> None:
+    """Compute the norms of a model with packed matrices by the kernels that serve those."""
+    for layer in cast(nn.Module, module).modules():
+        if isinstance(layer, RMSNorm):
+            layer.packed = True
 
 
 def map_saved(module: Module, folder: Path) -> bool:

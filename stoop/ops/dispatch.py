@@ -1,4 +1,5 @@
-"""One dispatch from the torch reference of an operation to its Triton kernel.
+"""One dispatch from the torch reference of an operation to its kernel: in Triton for GPUs, and for
+some operations in C++ for CPUs.
 
     @op("x")
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -9,6 +10,9 @@ the same name and signature in `stoop/ops/kernels/`, in the module of the same n
 decorator gives another. The kernel serves a call if `uses_kernels` accepts the deciding tensor,
 which the decorator names: a parameter ("x"), a field of a dataclass ("step.row_slots") or an
 element of a sequence ("parts.0").
+
+An operation with `native=True` has a twin of its name in ops/native/steps.py, too. It serves calls
+on a CPU in a process that has loaded those kernels.
 
 A call costs little: the deciding argument is found once, at import, and the kernel once, at its
 first call, because triton is optional.
@@ -21,7 +25,10 @@ import operator
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
+
 from stoop.ops.kernels.choice import uses_kernels
+from stoop.ops.native.library import loaded_native
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +37,13 @@ R = TypeVar("R")
 class Op(Generic[P, R]):
     """An operation with two implementations; calling it runs the one that serves the arguments."""
 
-    def __init__(self, reference: Callable[P, R], decided_by: str, kernel_module: str | None):
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        decided_by: str,
+        kernel_module: str | None,
+        native: bool = False,
+    ) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
         self.name = reference.__name__
@@ -38,6 +51,7 @@ class Op(Generic[P, R]):
         self._parameter, *path = decided_by.split(".")
         self._place = list(inspect.signature(reference).parameters).index(self._parameter)
         self._tensor_in = _getter(path)
+        self.has_native = native
 
     def __repr__(self) -> str:
         return f"<op {self.name}, kernel in {self.kernel_module}>"
@@ -48,6 +62,13 @@ class Op(Generic[P, R]):
         module = importlib.import_module(f"stoop.ops.kernels.{self.kernel_module}")
         kernel: Callable[P, R] = getattr(module, self.name)
         return kernel
+
+    @functools.cached_property
+    def native(self) -> Callable[P, R]:
+        """The twin in C++."""
+        steps = importlib.import_module("stoop.ops.native.steps")
+        twin: Callable[P, R] = getattr(steps, self.name)
+        return twin
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -60,6 +81,8 @@ class Op(Generic[P, R]):
             given = self._tensor_in(given)
         if uses_kernels(given):
             return self.kernel(*args, **kwargs)
+        if self.has_native and uses_native(given):
+            return self.native(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
 
@@ -75,16 +98,24 @@ def _getter(path: list[str]) -> Callable[[Any], Any] | None:
 OPS: dict[str, Op[Any, Any]] = {}
 
 
+def uses_native(tensor: Any) -> bool:
+    """Whether the kernels in C++ serve it: logits in float32, and whole numbers."""
+    if loaded_native() is None or tensor.device.type != "cpu":
+        return False
+    return tensor.dtype == torch.float32 or not tensor.is_floating_point()
+
+
 def op(
-    decided_by: str, *, kernel_module: str | None = None
+    decided_by: str, *, kernel_module: str | None = None, native: bool = False
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make a reference an operation; see the module's docstring.
 
     kernel_module: file of the kernel, if its name is not that of the reference's module
+    native: it has a twin in C++
     """
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
-        made = Op(reference, decided_by, kernel_module)
+        made = Op(reference, decided_by, kernel_module, native)
         OPS[f"{reference.__module__.rpartition('.')[2]}.{made.name}"] = made
         return made
 

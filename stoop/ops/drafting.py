@@ -39,7 +39,7 @@ def draft_room(slots: SlotTensors, step: StepTensors, position_limit: int) -> Te
     return room * step.samples
 
 
-@op("step.row_slots")
+@op("step.row_slots", native=True)
 def prepare_draft_prefill(
     slots: SlotTensors,
     rows: RowTensors,
@@ -66,7 +66,7 @@ def prepare_draft_prefill(
     out.last_token_indices.copy_(torch.where(step.samples > 0, last, 0))
 
 
-@op("step.row_slots")
+@op("step.row_slots", native=True)
 def prepare_draft_decode(
     slots: SlotTensors,
     rows: RowTensors,
@@ -128,7 +128,7 @@ def draw_as_target(
     return (logits + noise * (temperature > 0)[:, None]).argmax(dim=1)
 
 
-@op("token_ids")
+@op("token_ids", native=True)
 def commit_draft(
     slots: SlotTensors,
     step: StepTensors,

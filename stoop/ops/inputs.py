@@ -84,7 +84,7 @@ PADDING = {
 TOKEN_BUFFERS = ("input_ids", "positions", "slot_mapping")  # the others have a row per request
 
 
-@op("out.input_ids")
+@op("out.input_ids", native=True)
 def prepare_inputs(slots: SlotTensors, rows: RowTensors, out: StepTensors, block_size: int) -> None:
     """Run phase I: write all of `out`."""
     starts = rows.query_start_loc.long()  # [max_reqs + 1]
@@ -127,7 +127,7 @@ def token_rows(query_start_loc: Tensor, max_tokens: int) -> tuple[Tensor, Tensor
     return token, row
 
 
-@op("sampled")
+@op("sampled", native=True)
 def commit_tokens(
     slots: SlotTensors,
     stops: StopTensors,

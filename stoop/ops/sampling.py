@@ -268,7 +268,7 @@ def draw(
     return greedy.reference(logits + noise, checks)
 
 
-@op("logits")
+@op("logits", native=True)
 def greedy(logits: Tensor, checks: bool = False) -> Tensor:
     """[n] int64: the likeliest token, the first of equal ones.
 

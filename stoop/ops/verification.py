@@ -38,7 +38,7 @@ def drafts_of(slots: SlotTensors, step: StepTensors, count: int, width: int) -> 
     return slots.token_ids[slot[:, None], place].long()
 
 
-@op("chosen", kernel_module="verdict")
+@op("chosen", kernel_module="verdict", native=True)
 def write_verdict(
     chosen: Tensor,
     accepts: Tensor | None,

@@ -1,6 +1,6 @@
 """Calls of the library as operations of torch, which the tape and the sanitizer see."""
 
-from ctypes import addressof
+from ctypes import addressof, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -108,4 +108,26 @@ def native_attend(
         cache.data_ptr(),
         cache.stride(0),
         out.data_ptr(),
+    )
+
+
+@register("native_norms(Tensor[] parts, Tensor[] weights, float eps, Tensor(a!) out) -> ()")
+def native_norms(parts: list[Tensor], weights: list[Tensor], eps: float, out: Tensor) -> None:
+    """Parts [tokens, n_i], each normalised by its own weight, side by side in `out`."""
+    count = len(parts)
+    pointers, numbers = c_void_p * count, c_int64 * count
+    sources = pointers(*(each.data_ptr() for each in parts))
+    strides = numbers(*(each.stride(0) for each in parts))
+    widths = numbers(*(each.shape[1] for each in parts))
+    factors = pointers(*(each.data_ptr() for each in weights))
+    native().call.stoop_norms(
+        addressof(sources),
+        addressof(strides),
+        addressof(widths),
+        addressof(factors),
+        count,
+        parts[0].shape[0],
+        eps,
+        out.data_ptr(),
+        out.stride(0),
     )

@@ -20,7 +20,7 @@ from stoop.ops.native.build import BuildError, build, load
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 STORE, GATED = 0, 2  # what a product does with its results
 # How long idle threads spin for the next call before they sleep: about the host's part of a step.
 SPIN_MICROSECONDS = 3000
@@ -99,6 +99,43 @@ class Batch(ctypes.Structure):
     )
 
 
+class Slots(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("token_ids", "num_tokens", "num_computed")),
+        *((name, c_void_p) for name in ("num_prompt_tokens", "num_drafts", "draft_limit")),
+        *((name, c_void_p) for name in ("token_limit", "block_table")),
+        ("sink", c_int64),
+        ("width", c_int64),
+        ("max_blocks", c_int64),
+    )
+
+
+class Stops(ctypes.Structure):
+    _fields_ = (
+        ("min_tokens", c_void_p),
+        ("counts", c_void_p),
+        ("ids", c_void_p),
+        ("width", c_int64),
+    )
+
+
+class Rows(ctypes.Structure):
+    _fields_ = (
+        ("idx_mapping", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("max_reqs", c_int64),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
+        *((name, c_void_p) for name in ("context_lens", "seq_lens", "last_token_indices")),
+        *((name, c_void_p) for name in ("samples", "row_drafts", "row_slots")),
+        ("max_tokens", c_int64),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stoop_version": (c_int, []),
     "stoop_isa": (ctypes.c_char_p, []),
@@ -119,6 +156,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     ),
     "stoop_rows": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "stoop_norms": (None, [c_void_p] * 4 + [c_int64, c_int64, c_float, c_void_p, c_int64]),
+    "stoop_greedy": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p]),
+    "stoop_prepare_inputs": (None, [c_void_p] * 3 + [c_int64]),
+    "stoop_write_verdict": (
+        None,
+        [c_void_p, c_int64, c_int64] + [c_void_p] * 3 + [c_int64, c_int64] + [c_void_p] * 3,
+    ),
+    "stoop_commit_tokens": (None, [c_void_p] * 5 + [c_int64, c_void_p]),
+    "stoop_prepare_draft_prefill": (None, [c_void_p] * 3 + [c_int64] + [c_void_p] * 3),
+    "stoop_prepare_draft_decode": (None, [c_void_p] * 4 + [c_int64, c_void_p, c_void_p]),
+    "stoop_commit_draft": (None, [c_void_p] * 4 + [c_int64, c_void_p, c_void_p]),
 }  # fmt: skip
 
 
@@ -133,6 +181,7 @@ class Native:
         if found != VERSION:
             raise BuildError(f"the library has version {found} instead of {VERSION}")
         self._library = library
+        self.call = library  # functions without a team, by name
         self.isa = library.stoop_isa().decode()
         self.layers: Callable[..., None] = library.stoop_layers
         self.product: Callable[..., None] = library.stoop_product
@@ -194,6 +243,11 @@ def find_native(report: Report | None = None) -> Native | None:
                 log.info("CPU kernels: %s, %d threads", _native.isa, _native.num_threads)
             except BuildError as error:
                 _problem = str(error)
+    return _native
+
+
+def loaded_native() -> Native | None:
+    """The library if this process has asked for it before; never compiles it."""
     return _native
 
 

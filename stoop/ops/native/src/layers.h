@@ -35,6 +35,40 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t cou
     for (; k < count; k++) out[k] = x[k] * factor * weight[k];
 }
 
+// The index of the largest number, the first of equal ones; that of the first NaN if there is one
+inline int64_t argmax(const float* x, int64_t count) {
+    constexpr int64_t BLOCK = 1024;
+    float best = -INFINITY;
+    int64_t where = 0;
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int64_t end = std::min(start + BLOCK, count), k = start;
+        Vec high = all(-INFINITY), total = zero();
+        for (; k + LANES <= end; k += LANES) {
+            Vec part = load(x + k);
+            high = max(part, high);  // a NaN here is lost, but not in the sum
+            total = total + (part - part);
+        }
+        float lanes[LANES];
+        store(lanes, high);
+        float top = -INFINITY;
+        for (float lane : lanes) top = lane > top ? lane : top;
+        bool odd = !(sum(total) == 0.f);  // NaN or infinite
+        for (; k < end; k++) {
+            top = x[k] > top ? x[k] : top;
+            odd |= x[k] != x[k];
+        }
+        if (odd)
+            for (int64_t i = start; i < end; i++)
+                if (x[i] != x[i]) return i;
+        if (top > best || start == 0) {
+            best = top;
+            where = start;
+            while (where < end - 1 && x[where] != top) where++;
+        }
+    }
+    return where;
+}
+
 // A pass's tokens and rows, as the phases of a step prepare them
 struct Batch {
     int64_t num_tokens;

@@ -1,6 +1,7 @@
 // The C interface: what stoop/ops/native calls through ctypes.
 #include "layers.h"
 #include "pool.h"
+#include "step.h"
 
 #include <memory>
 #include <mutex>
@@ -218,7 +219,7 @@ void place_inputs(const Scratch& scratch, Inputs& inputs) {
 extern "C" {
 
 // Changes whenever a structure or a signature below does.
-int stoop_version() { return 1; }
+int stoop_version() { return 2; }
 
 const char* stoop_isa() {
 #if STOOP_AVX512
@@ -308,5 +309,54 @@ void stoop_rows(const Matrix* matrix, const int64_t* ids, int64_t count, float* 
         if (ids[i] < 0 || ids[i] >= matrix->num_outputs) std::memset(to, 0, size_t(matrix->num_inputs) * 4);
         else unpack_row(*matrix, ids[i], to);
     }
+}
+
+// Parts of tokens, each normalised by its own weight, one beside the other
+void stoop_norms(const float* const* parts, const int64_t* strides, const int64_t* widths, const float* const* weights,
+                 int64_t num_parts, int64_t num_tokens, float eps, float* out, int64_t out_stride) {
+    for (int64_t t = 0; t < num_tokens; t++) {
+        float* to = out + t * out_stride;
+        for (int64_t i = 0; i < num_parts; to += widths[i], i++)
+            rms_norm(parts[i] + t * strides[i], weights[i], eps, widths[i], to);
+    }
+}
+
+// checks: -1 for a row without a best number: one is NaN, or all are -inf
+void stoop_greedy(const float* logits, int64_t count, int64_t width, int64_t stride, int checks, int64_t* out) {
+    for (int64_t r = 0; r < count; r++) {
+        const float* row = logits + r * stride;
+        out[r] = argmax(row, width);
+        if (checks && !(row[out[r]] > -INFINITY)) out[r] = -1;
+    }
+}
+
+void stoop_prepare_inputs(const Slots* slots, const Rows* rows, const Step* out, int64_t block_size) {
+    prepare_inputs(*slots, *rows, *out, block_size);
+}
+
+void stoop_write_verdict(const int64_t* chosen, int64_t count, int64_t width, const uint8_t* accepts, const Slots* slots,
+                         const Step* step, int64_t max_reqs, int64_t out_width, int64_t* token_ids, int64_t* num_tokens,
+                         int64_t* num_drafts) {
+    write_verdict(chosen, count, width, accepts, *slots, *step, max_reqs, out_width, token_ids, num_tokens, num_drafts);
+}
+
+void stoop_commit_tokens(const Slots* slots, const Stops* stops, const Rows* rows, const Step* step,
+                         const int64_t* sampled, int64_t width, const int64_t* num_sampled) {
+    commit_tokens(*slots, *stops, *rows, *step, sampled, width, num_sampled);
+}
+
+void stoop_prepare_draft_prefill(const Slots* slots, const Rows* rows, const Step* step, int64_t position_limit,
+                                 int32_t* token_ids, int64_t* last_token_indices, int64_t* room) {
+    prepare_draft_prefill(*slots, *rows, *step, position_limit, token_ids, last_token_indices, room);
+}
+
+void stoop_prepare_draft_decode(const Slots* slots, const Rows* rows, const int64_t* row_slots, const int64_t* room,
+                                int64_t block_size, int32_t* query_start_loc, const Step* out) {
+    prepare_draft_decode(*slots, *rows, row_slots, room, block_size, query_start_loc, *out);
+}
+
+void stoop_commit_draft(const Slots* slots, const int64_t* row_slots, const int64_t* room, const int64_t* token_ids,
+                        int64_t count, const int64_t* d2t, int64_t* out) {
+    commit_draft(*slots, row_slots, room, token_ids, count, d2t, out);
 }
 }
