@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 FILE = "packed.safetensors"
 KEY = "stoop.packed"  # of the file's metadata
-VERSION = 1  # of the layout of packed matrices
+VERSION = 2  # of the layout of packed matrices
 
 
 def store_quantized(module: Module, reader: WeightReader) -> None:

@@ -3,9 +3,9 @@
 A matrix is cut into tiles of 16 outputs and groups of 16 or 32 inputs. A group of a tile has its
 codes, then a scale for each output, then a minimum for each output if the format has minima; a
 weight is scale * code + minimum. ops/native/src/packed.h has the layout and the kernels, which
-compute in float32: against a product with the dequantised matrix only the order of additions
-differs. Each row of a product is computed the same way whatever the number of rows, so a text does
-not depend on what else is in a batch, or on drafts.
+round inputs to 16 bits, 32 to a scale, and add up in float32. Each row of a product is computed the
+same way whatever the number of rows, so a text does not depend on what else is in a batch, or on
+drafts.
 
 GGUF's types are repacked without loss. A dense matrix (a draft head's) can be rounded to Q8_0.
 """
@@ -113,11 +113,15 @@ class Packed(Scheme):
         assert (groups.minima is not None) == self.has_minima, self
         codes = groups.codes.view(num_tiles, TILE, num_groups, self.group)
         if self.bits == 4:
-            pairs = (codes - self.lowest).view(torch.uint8).view(*codes.shape[:3], -1, 4, 2)
-            words = pairs[..., 0] | pairs[..., 1] << 4  # four bytes, eight codes
+            # A word has inputs 0, 2, 4, 6, then 1, 3, 5, 7, four bits each.
+            eights = (codes - self.lowest).view(torch.uint8).view(*codes.shape[:3], -1, 2, 2, 2)
+            eights = eights.movedim(-1, 3)  # [..., odd, eights, byte, half of a byte]
+            words = eights[..., 0] | eights[..., 1] << 4
+            words = words.movedim(3, 4).flatten(-2)  # [tiles, outputs, groups, eights, bytes]
             parts = [words.permute(0, 2, 3, 1, 4).reshape(num_tiles, num_groups, -1)]
         else:
-            parts = [codes.view(torch.uint8).permute(0, 2, 3, 1).reshape(num_tiles, num_groups, -1)]
+            pairs = codes.view(torch.uint8).view(*codes.shape[:3], -1, 2)
+            parts = [pairs.permute(0, 2, 3, 1, 4).reshape(num_tiles, num_groups, -1)]
         for numbers in (groups.scales, groups.minima):
             if numbers is not None:
                 by_tile = numbers.to(self.scale_dtype).view(num_tiles, TILE, num_groups)
@@ -132,13 +136,14 @@ class Packed(Scheme):
             [self.code_bytes] + [self.scale_bytes] * (2 if self.has_minima else 1), dim=-1
         )
         if self.bits == 4:
-            words = codes.reshape(num_tiles, num_groups, -1, TILE, 4)
-            pairs = torch.stack((words & 15, words >> 4), dim=-1).flatten(-2)  # eight codes
-            by_output = pairs.permute(0, 3, 1, 2, 4).reshape(num_tiles * TILE, -1)
-            values = by_output.view(torch.int8) + self.lowest
+            words = codes.reshape(num_tiles, num_groups, -1, TILE, 2, 2)  # [..., odd, byte]
+            eights = torch.stack((words & 15, words >> 4), dim=-1)  # [..., odd, byte, half]
+            eights = eights.permute(0, 3, 1, 2, 5, 6, 4)  # [tiles, outputs, groups, eights, ...]
+            values = eights.reshape(num_tiles * TILE, -1).view(torch.int8) + self.lowest
         else:
-            by_input = codes.reshape(num_tiles, num_groups, self.group, TILE)
-            values = by_input.permute(0, 3, 1, 2).reshape(num_tiles * TILE, -1).view(torch.int8)
+            pairs = codes.reshape(num_tiles, num_groups, -1, TILE, 2)
+            by_output = pairs.permute(0, 3, 1, 2, 4).reshape(num_tiles * TILE, -1)
+            values = by_output.view(torch.int8)
         scales, minima = [
             each.contiguous().view(self.scale_dtype).transpose(1, 2).reshape(-1, num_groups)
             for each in numbers

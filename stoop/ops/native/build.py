@@ -40,6 +40,8 @@ ISA_NEEDS = {
     "avx2": {"avx2", "fma", "f16c"},
     "generic": set(),
 }
+# Used with AVX-512 if the processor has them
+EXTRA_FLAGS = {"avx512_vnni": "-mavx512vnni"}
 TIMEOUT_SECONDS = 300
 
 
@@ -67,6 +69,12 @@ def best_isa() -> str:
     return asked if asked in able else able[-1]
 
 
+def _flags() -> list[str]:
+    isa, found = best_isa(), processor_flags()
+    extra = [flag for name, flag in EXTRA_FLAGS.items() if isa == "avx512" and name in found]
+    return [*COMMON_FLAGS, *EXACT_FLAGS, *ISA_FLAGS[isa], *extra]
+
+
 def library_path() -> Path:
     """Where the library is, or will be: its name tells the source, the flags and the machine."""
     digest = hashlib.sha256()
@@ -74,7 +82,7 @@ def library_path() -> Path:
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     isa = best_isa()
-    digest.update(" ".join((*COMMON_FLAGS, *EXACT_FLAGS, *ISA_FLAGS[isa])).encode())
+    digest.update(" ".join(_flags()).encode())
     digest.update(platform.machine().encode())
     return cache_dir() / "native" / f"stoop_cpu-{isa}-{digest.hexdigest()[:16]}.so"
 
@@ -113,8 +121,7 @@ def build(report: Report | None = None) -> Path:
 
 
 def _compile(compiler: str, output: Path) -> None:
-    flags = (*COMMON_FLAGS, *EXACT_FLAGS, *ISA_FLAGS[best_isa()])
-    command = [compiler, *flags, str(SOURCES / MAIN), "-o", str(output)]
+    command = [compiler, *_flags(), str(SOURCES / MAIN), "-o", str(output)]
     log.info("compiling the CPU kernels: %s", " ".join(command))
     try:
         done = subprocess.run(

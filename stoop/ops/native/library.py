@@ -20,7 +20,7 @@ from stoop.ops.native.build import BuildError, build, load
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 STORE, GATED = 0, 2  # what a product does with its results
 # How long idle threads spin for the next call before they sleep: about the host's part of a step.
 SPIN_MICROSECONDS = 3000

@@ -3,16 +3,6 @@
 
 #include "packed.h"
 
-// Sums of groups of 32 numbers, then of groups of 16, for formats with minima
-inline void sum_groups(const float* x, int64_t count, float* sums) {
-    for (int64_t k = 0; k + 32 <= count; k += 32) {
-        float first = sum(load(x + k)), second = sum(load(x + k + LANES));
-        sums[k / 32] = first + second;
-        sums[count / 32 + k / 16] = first;
-        sums[count / 32 + k / 16 + 1] = second;
-    }
-}
-
 inline float sum_of_squares(const float* x, int64_t count) {
     Vec total = zero();
     int64_t k = 0;
@@ -48,22 +38,19 @@ inline int64_t argmax(const float* x, int64_t count) {
             high = max(part, high);  // a NaN here is lost, but not in the sum
             total = total + (part - part);
         }
-        float lanes[LANES];
-        store(lanes, high);
-        float top = -INFINITY;
-        for (float lane : lanes) top = lane > top ? lane : top;
+        float found = top(high);
         bool odd = !(sum(total) == 0.f);  // NaN or infinite
         for (; k < end; k++) {
-            top = x[k] > top ? x[k] : top;
+            found = x[k] > found ? x[k] : found;
             odd |= x[k] != x[k];
         }
         if (odd)
             for (int64_t i = start; i < end; i++)
                 if (x[i] != x[i]) return i;
-        if (top > best || start == 0) {
-            best = top;
+        if (found > best || start == 0) {
+            best = found;
             where = start;
-            while (where < end - 1 && x[where] != top) where++;
+            while (where < end - 1 && x[where] != found) where++;
         }
     }
     return where;
@@ -155,11 +142,11 @@ inline void attend_vecs(const float* qkv, int64_t qkv_stride, const float* cache
     const int64_t start = batch.query_start_loc[row], context = batch.context_lens[row], length = batch.seq_lens[row];
     const int32_t* blocks = batch.block_table + batch.row_slots[row] * batch.max_blocks;
     Vec acc[QUERY_BLOCK][VECS];
-    float top[QUERY_BLOCK], total[QUERY_BLOCK];
+    float highest[QUERY_BLOCK], total[QUERY_BLOCK];
     const int count = int(last - first);
     for (int i = 0; i < count; i++) {
         for (int v = 0; v < VECS; v++) acc[i][v] = zero();
-        top[i] = -INFINITY;
+        highest[i] = -INFINITY;
         total[i] = 0.f;
     }
     // Query i sees keys [begin, end).
@@ -175,6 +162,7 @@ inline void attend_vecs(const float* qkv, int64_t qkv_stride, const float* cache
             int64_t position = block + j;
             keys[j] = cache + kv_offset + (int64_t(blocks[position / block_size]) * block_size + position % block_size) * kv_size;
         }
+        for (int64_t j = known; j < KEY_BLOCK; j++) keys[j] = keys[0];  // not counted
         for (int i = 0; i < count; i++) {
             int from = int(std::max<int64_t>(0, begin_of(i) - block)), to = int(std::min<int64_t>(known, end_of(i) - block));
             if (from >= to) continue;
@@ -182,29 +170,35 @@ inline void attend_vecs(const float* qkv, int64_t qkv_stride, const float* cache
             const float* query = qkv + (start + first + i) * qkv_stride + int64_t(head) * dim;
             for (int v = 0; v < VECS; v++) q[v] = load(query + v * LANES);
             alignas(64) float scores[KEY_BLOCK];
-            float high = -INFINITY;
-            for (int j = from; j < to; j++) {
-                Vec dot = q[0] * load(keys[j]);
-                for (int v = 1; v < VECS; v++) dot = fma(q[v], load(keys[j] + v * LANES), dot);
-                scores[j] = sum(dot) * heads.scale;
-                high = scores[j] > high || scores[j] != scores[j] ? scores[j] : high;
+            const int first_group = from / LANES * LANES;
+            for (int group = first_group; group < to; group += LANES) {
+                Vec dots[LANES];
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) {
+                    const float* key = keys[group + j];
+                    dots[j] = q[0] * load(key);
+                    for (int v = 1; v < VECS; v++) dots[j] = fma(q[v], load(key + v * LANES), dots[j]);
+                }
+                store(scores + group, sums_of(dots) * all(heads.scale));
             }
-            for (int j = 0; j < from; j++) scores[j] = -INFINITY;
-            for (int j = to; j < KEY_BLOCK; j++) scores[j] = -INFINITY;
-            float newest = std::max(top[i], high);
-            if (high != high) newest = high;  // NaN stays NaN
-            float shrink = top[i] == -INFINITY ? 0.f : std::exp(top[i] - newest);
+            // Groups without a key are left out; lanes without one count as e^-inf = 0.
+            const int last_group = (to + LANES - 1) / LANES * LANES;
+            for (int j = first_group; j < from; j++) scores[j] = -INFINITY;
+            for (int j = to; j < last_group; j++) scores[j] = -INFINITY;
+            Vec high = load(scores + first_group);
+            for (int j = first_group + LANES; j < last_group; j += LANES) high = max(high, load(scores + j));
+            float newest = std::max(highest[i], top(high));
+            float shrink = highest[i] == -INFINITY ? 0.f : std::exp(highest[i] - newest);
             Vec part_total = zero();
-            for (int j = 0; j < KEY_BLOCK; j += LANES) {
-                // exp of the lanes without a key is a tiny number, not 0: it must not count.
+            for (int j = first_group; j < last_group; j += LANES) {
                 Vec weight = exp(load(scores + j) - all(newest));
                 store(scores + j, weight);
             }
-            for (int j = 0; j < from; j++) scores[j] = 0.f;
-            for (int j = to; j < KEY_BLOCK; j++) scores[j] = 0.f;
-            for (int j = 0; j < KEY_BLOCK; j += LANES) part_total = part_total + load(scores + j);
+            for (int j = first_group; j < from; j++) scores[j] = 0.f;
+            for (int j = to; j < last_group; j++) scores[j] = 0.f;
+            for (int j = first_group; j < last_group; j += LANES) part_total = part_total + load(scores + j);
             total[i] = total[i] * shrink + sum(part_total);
-            top[i] = newest;
+            highest[i] = newest;
             Vec mixed[VECS];
             for (int v = 0; v < VECS; v++) mixed[v] = acc[i][v] * all(shrink);
             for (int j = from; j < to; j++) {

@@ -5,8 +5,13 @@
 // are any. A weight is scale * code, or scale * code + minimum. A lane of a vector is one output, so
 // nothing is summed across lanes.
 //
-//   4 bits: for every eight inputs 16 words, one an output; input n has bits 4n to 4n + 3
-//   8 bits: for every input 16 bytes, one an output
+//   4 bits: for every eight inputs 16 words, one an output; bits 4n have input 2n, bits 16 + 4n
+//           input 2n + 1
+//   8 bits: for every two inputs 16 pairs of bytes, one pair an output
+//
+// Inputs are rounded to 16 bits, with a scale for every 32 of them, so that codes and inputs multiply
+// as whole numbers, two at a time. That rounds an input by at most 2^-16 of the largest of its 32,
+// which is 128 times finer than bfloat16. Sums of a group are exact; groups are added in float32.
 //
 // One output of one token is always computed by the same sequence of operations, whatever the number
 // of tokens and threads. So the result of a token does not depend on what else is in the batch.
@@ -54,36 +59,55 @@ template <class Call> inline void with_format(int32_t format, Call call) {
 
 template <class P> constexpr int group_bytes() { return P::code_bytes + LANES * P::scale_bytes * (P::min ? 2 : 1); }
 
-constexpr float UNSIGNED_CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr float SIGNED_CODES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-
 template <class P> inline Vec load_scales(const uint8_t* p) {
     if constexpr (P::scale_bytes == 2) return load_half(p);
     else return load(reinterpret_cast<const float*>(p));
 }
 
-// What a product reads of its tokens. Formats with minima need sums of groups of inputs.
+constexpr int INPUT_GROUP = 32;  // inputs that share a scale
+
+// What a product reads of its tokens
 struct Tokens {
-    const float* rows;
-    int64_t width;      // from row to row
-    const float* sums;  // [tokens, width / 32 + width / 16]: of groups of 32, then of groups of 16
-    int64_t sums_stride() const { return width / 32 + width / 16; }
+    const int16_t* codes;  // [tokens, width]
+    const float* scales;   // [tokens, width / 32]
+    // Sums of groups of inputs, for formats with minima: of 32, then of 16
+    const float* sums;  // [tokens, width / 32 + width / 16]
+    int64_t width;
+
+    int64_t num_scales() const { return width / INPUT_GROUP; }
+    int64_t num_sums() const { return width / 32 + width / 16; }
     template <int GROUP> const float* sums_of(int64_t token) const {
-        return sums + token * sums_stride() + (GROUP == 16 ? width / 32 : 0);
+        return sums + token * num_sums() + (GROUP == 16 ? width / 32 : 0);
     }
 };
 
+// Round a row of inputs to 16 bits. NaN and infinity make the scale, and so the products, NaN.
+inline void round_inputs(const float* x, int64_t width, int16_t* codes, float* scales, float* sums) {
+    for (int64_t k = 0; k < width; k += INPUT_GROUP) {
+        Vec a = load(x + k), b = load(x + k + LANES);
+        float first = sum(a), second = sum(b);
+        sums[k / 32] = first + second;
+        sums[width / 32 + k / 16] = first;
+        sums[width / 32 + k / 16 + 1] = second;
+        float largest = top(max(magnitude(a), magnitude(b)));
+        bool finite = (first + second) - (first + second) == 0.f;
+        scales[k / INPUT_GROUP] = finite ? largest / 32767.f : NAN;
+        Vec factor = all(finite && largest > 1e-30f ? 32767.f / largest : 0.f);
+        store_int16(codes + k, round_nearest(finite ? a * factor : zero()));
+        store_int16(codes + k + LANES, round_nearest(finite ? b * factor : zero()));
+    }
+}
+
 // Add code * input for eight inputs of 4-bit codes, for NT tiles and T tokens.
-template <int T, int NT, int N>
-inline __attribute__((always_inline)) void add_codes(
-    const Codebook& book, const Words* words, const float* const* x, int k, Vec (*acc)[T]) {
+template <int T, int NT, int OFFSET, int N>
+inline __attribute__((always_inline)) void add_codes(const Pairs* words, const int16_t* const* x, int k, Sums (*acc)[T]) {
 #pragma GCC unroll 8
     for (int tile = 0; tile < NT; tile++) {
-        Vec code = book.code<N>(words[tile]);
+        Pairs weights = codes<N, OFFSET>(words[tile]);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) acc[tile][t] = fma(code, all(x[t][k + N]), acc[tile][t]);
+        for (int t = 0; t < T; t++) acc[tile][t] = add_products(acc[tile][t], weights, all_pairs(x[t] + k + 2 * N));
     }
-    if constexpr (N < 7) add_codes<T, NT, N + 1>(book, words, x, k, acc);
+    if constexpr (N < 3) add_codes<T, NT, OFFSET, N + 1>(words, x, k, acc);
 }
 
 // The products of NT neighbouring tiles with T tokens, from token `first` on.
@@ -91,55 +115,61 @@ template <class P, int T, int NT>
 inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t first, Vec (*out)[T]) {
     constexpr int step = group_bytes<P>();
     const uint8_t* data = m.data + int64_t(tile) * m.tile_bytes;
-    const int64_t sums_stride = tokens.sums_stride();
-    const float* x[T];  // one pointer a token: compilers then need no arithmetic for addresses
+    const int64_t num_sums = tokens.num_sums(), num_scales = tokens.num_scales();
+    const int16_t* x[T];  // one pointer a token: compilers then need no arithmetic for addresses
 #pragma GCC unroll 8
-    for (int t = 0; t < T; t++) x[t] = tokens.rows + (first + t) * tokens.width;
+    for (int t = 0; t < T; t++) x[t] = tokens.codes + (first + t) * tokens.width;
     const float* sums = tokens.sums_of<P::group>(first);
-    const Codebook book(P::sign ? SIGNED_CODES : UNSIGNED_CODES);
+    const float* scales = tokens.scales + first * num_scales;
 #pragma GCC unroll 8
     for (int i = 0; i < NT; i++)
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) out[i][t] = zero();
     const int num_groups = m.num_inputs / P::group;
+    // Processors fetch ahead by themselves, but not far enough for the fastest and slowest loops.
+    constexpr bool fetch_ahead = T <= 2 || T >= 6;
     for (int g = 0; g < num_groups; g++, data += step) {
-        Vec acc[NT][T];
+        if constexpr (fetch_ahead)
+            for (int i = 0; i < NT; i++)
+                for (int line = 0; line < step; line += 64)
+                    __builtin_prefetch(data + int64_t(i) * m.tile_bytes + 2048 + line, 0, 1);
+        Sums acc[NT][T];
 #pragma GCC unroll 8
         for (int i = 0; i < NT; i++)
 #pragma GCC unroll 8
-            for (int t = 0; t < T; t++) acc[i][t] = zero();
+            for (int t = 0; t < T; t++) acc[i][t] = no_sums();
         if constexpr (P::bits == 4) {
 #pragma GCC unroll 4
             for (int eight = 0; eight < P::group / 8; eight++) {
-                Words words[NT];
+                Pairs words[NT];
 #pragma GCC unroll 8
-                for (int i = 0; i < NT; i++)
-                    words[i] = load_words(data + int64_t(i) * m.tile_bytes + 64 * eight);
-                add_codes<T, NT, 0>(book, words, x, 8 * eight, acc);
+                for (int i = 0; i < NT; i++) words[i] = load_words(data + int64_t(i) * m.tile_bytes + 64 * eight);
+                add_codes<T, NT, P::sign ? 8 : 0, 0>(words, x, 8 * eight, acc);
             }
         } else {
-#pragma GCC unroll 32
-            for (int k = 0; k < P::group; k++)
+#pragma GCC unroll 16
+            for (int pair = 0; pair < P::group / 2; pair++)
 #pragma GCC unroll 8
                 for (int i = 0; i < NT; i++) {
-                    Vec code = load_int8(data + int64_t(i) * m.tile_bytes + LANES * k);
+                    Pairs weights = load_bytes(data + int64_t(i) * m.tile_bytes + 32 * pair);
 #pragma GCC unroll 8
-                    for (int t = 0; t < T; t++) acc[i][t] = fma(code, all(x[t][k]), acc[i][t]);
+                    for (int t = 0; t < T; t++) acc[i][t] = add_products(acc[i][t], weights, all_pairs(x[t] + 2 * pair));
                 }
         }
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) x[t] += P::group;
+        const int place = g * P::group / INPUT_GROUP;
 #pragma GCC unroll 8
         for (int i = 0; i < NT; i++) {
-            const uint8_t* scales = data + int64_t(i) * m.tile_bytes + P::code_bytes;
-            Vec scale = load_scales<P>(scales);
+            const uint8_t* numbers = data + int64_t(i) * m.tile_bytes + P::code_bytes;
+            Vec scale = load_scales<P>(numbers);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; t++) out[i][t] = fma(scale, acc[i][t], out[i][t]);
+            for (int t = 0; t < T; t++)
+                out[i][t] = fma(to_float(acc[i][t]), scale * all(scales[t * num_scales + place]), out[i][t]);
             if constexpr (P::min) {
-                Vec low = load_scales<P>(scales + LANES * P::scale_bytes);
+                Vec low = load_scales<P>(numbers + LANES * P::scale_bytes);
 #pragma GCC unroll 8
-                for (int t = 0; t < T; t++)
-                    out[i][t] = fma(low, all(sums[t * sums_stride + g]), out[i][t]);
+                for (int t = 0; t < T; t++) out[i][t] = fma(low, all(sums[t * num_sums + g]), out[i][t]);
             }
         }
     }
@@ -220,11 +250,11 @@ inline void unpack_row(const Matrix& m, int64_t row, float* out) {
             for (int i = 0; i < P::group; i++) {
                 float code;
                 if constexpr (P::bits == 8) {
-                    code = float(int8_t(data[LANES * i + lane]));
+                    code = float(int8_t(data[2 * LANES * (i / 2) + 2 * lane + i % 2]));
                 } else {
                     uint32_t word;
                     std::memcpy(&word, data + 64 * (i / 8) + 4 * lane, 4);
-                    code = float(word >> 4 * (i % 8) & 15) - (P::sign ? 8.f : 0.f);
+                    code = float(word >> (i % 8 / 2 * 4 + i % 2 * 16) & 15) - (P::sign ? 8.f : 0.f);
                 }
                 out[k + i] = scale * code + low;
             }

@@ -53,6 +53,7 @@ inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// The second operand wins if one is NaN, as in x86.
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec round_nearest(Vec a) {
@@ -69,27 +70,69 @@ inline float sum(Vec a) {  // ((a + b) + (c + d)) of quarters, then of their hal
     quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
+inline float top(Vec a) {
+    __m256 half = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+// Lane j: the sum of vector j, as ((0 + 2) + (1 + 3)) of each quarter, then of the quarters alike
+inline Vec sums_of(const Vec* x) {
+    __m512 fours[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512 a = x[4 * i].v, b = x[4 * i + 1].v, c = x[4 * i + 2].v, d = x[4 * i + 3].v;
+        __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    }
+    __m512 eights[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x44),
+                                  _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xee));
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88), _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd))};
+}
 inline Vec load_half(const uint8_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-inline Vec load_int8(const uint8_t* p) {
-    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+
+// Sixteen sums of products of 16-bit numbers, in pairs: a lane has two numbers, and one 32-bit sum.
+struct Pairs {
+    __m512i v;
+};
+struct Sums {
+    __m512i v;
+};
+inline Sums no_sums() { return {_mm512_setzero_si512()}; }
+inline Pairs all_pairs(const int16_t* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return {_mm512_set1_epi32(pair)};
 }
-// Sixteen words of eight 4-bit codes, and the numbers that codes stand for
-struct Words {
-    __m512i w;
-};
-inline Words load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-struct Codebook {
-    __m512 values;
-    explicit Codebook(const float* table) : values(_mm512_loadu_ps(table)) {}
-    // A permutation looks at the lowest four bits of each lane only.
-    template <int N>
-    Vec code(Words words) const {
-        return {_mm512_permutexvar_ps(N ? _mm512_srli_epi32(words.w, 4 * N) : words.w, values)};
-    }
-};
+inline Sums add_products(Sums sums, Pairs a, Pairs b) {
+#if defined(__AVX512VNNI__)
+    return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)};
+#else
+    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
+#endif
+}
+inline Vec to_float(Sums sums) { return {_mm512_cvtepi32_ps(sums.v)}; }
+// Two signed bytes a lane
+inline Pairs load_bytes(const uint8_t* p) {
+    return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+// Words of eight 4-bit codes: pair N has those at bits 4N and 16 + 4N. offset: subtracted from codes
+inline Pairs load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+template <int N, int OFFSET> inline Pairs codes(Pairs words) {
+    __m512i low = _mm512_and_si512(N ? _mm512_srli_epi32(words.v, 4 * N) : words.v, _mm512_set1_epi32(0x000f000f));
+    return {OFFSET ? _mm512_sub_epi16(low, _mm512_set1_epi16(OFFSET)) : low};
+}
+// Whole numbers from -32767 to 32767, as 16 bits
+inline void store_int16(int16_t* p, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
+}
+inline Vec magnitude(Vec a) { return {_mm512_abs_ps(a.v)}; }
 
 #elif STOOP_AVX2
 
@@ -135,38 +178,67 @@ inline float sum(Vec x) {
     quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
+inline float top(Vec x) {
+    __m256 half = _mm256_max_ps(x.a, x.b);
+    __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+inline __m256 fold(__m256 x) {  // sums of quarters, in each of their places
+    x = _mm256_add_ps(x, _mm256_permute_ps(x, 0x4e));
+    return _mm256_add_ps(x, _mm256_permute_ps(x, 0xb1));
+}
+inline Vec sums_of(const Vec* x) {
+    float sums[LANES];
+    for (int j = 0; j < LANES; j++) {
+        __m256 halves = _mm256_add_ps(fold(x[j].a), fold(x[j].b));  // quarters 0 + 2, 1 + 3
+        sums[j] = _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+    }
+    return load(sums);
+}
 inline Vec load_half(const uint8_t* p) {
     auto halves = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
-inline Vec load_int8(const uint8_t* p) {
-    auto first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    auto second = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8));
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(first)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(second))};
-}
-struct Words {
+struct Pairs {
     __m256i a, b;
 };
-inline Words load_words(const uint8_t* p) {
+struct Sums {
+    __m256i a, b;
+};
+inline Sums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Pairs all_pairs(const int16_t* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
+}
+inline Sums add_products(Sums sums, Pairs x, Pairs y) {
+    return {_mm256_add_epi32(sums.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(sums.b, _mm256_madd_epi16(x.b, y.b))};
+}
+inline Vec to_float(Sums sums) { return {_mm256_cvtepi32_ps(sums.a), _mm256_cvtepi32_ps(sums.b)}; }
+inline Pairs load_bytes(const uint8_t* p) {
+    auto bytes = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(bytes)), _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes + 1))};
+}
+inline Pairs load_words(const uint8_t* p) {
     auto words = reinterpret_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
 }
-struct Codebook {
-    __m256 low, high;  // the first eight numbers, and the others
-    explicit Codebook(const float* table) : low(_mm256_loadu_ps(table)), high(_mm256_loadu_ps(table + 8)) {}
-    template <int N>
-    __m256 lookup(__m256i words) const {
-        __m256i codes = N ? _mm256_srli_epi32(words, 4 * N) : words;
-        // A permutation looks at three bits; the fourth, moved to the sign, chooses between halves.
-        __m256 chooses = _mm256_castsi256_ps(_mm256_slli_epi32(words, 28 - 4 * N));
-        return _mm256_blendv_ps(
-            _mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), chooses);
-    }
-    template <int N>
-    Vec code(Words words) const {
-        return {lookup<N>(words.a), lookup<N>(words.b)};
-    }
-};
+template <int N, int OFFSET> inline __m256i half_codes(__m256i words) {
+    __m256i low = _mm256_and_si256(N ? _mm256_srli_epi32(words, 4 * N) : words, _mm256_set1_epi32(0x000f000f));
+    return OFFSET ? _mm256_sub_epi16(low, _mm256_set1_epi16(OFFSET)) : low;
+}
+template <int N, int OFFSET> inline Pairs codes(Pairs words) {
+    return {half_codes<N, OFFSET>(words.a), half_codes<N, OFFSET>(words.b)};
+}
+inline void store_int16(int16_t* p, Vec x) {
+    __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline Vec magnitude(Vec x) {
+    __m256 sign = _mm256_set1_ps(-0.f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
 
 #else
 
@@ -199,26 +271,64 @@ inline float sum(const Vec& a) {
         for (int i = 0; i < half; i++) x[i] += x[i + half];
     return x[0];
 }
+inline float top(const Vec& a) {
+    float found = a.v[0];
+    for (float lane : a.v) found = lane > found ? lane : found;
+    return found;
+}
+inline Vec sums_of(const Vec* x) {
+    float quarters[4];
+    Vec out;
+    for (int j = 0; j < LANES; j++) {
+        for (int i = 0; i < 4; i++) {
+            const float* v = x[j].v + 4 * i;
+            quarters[i] = (v[0] + v[2]) + (v[1] + v[3]);
+        }
+        out.v[j] = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+    }
+    return out;
+}
 inline Vec load_half(const uint8_t* p) {
     uint16_t halves[LANES];
     std::memcpy(halves, p, sizeof halves);
     STOOP_LANES(half_to_float(halves[i]));
 }
-inline Vec load_int8(const uint8_t* p) { STOOP_LANES(float(int8_t(p[i]))); }
-struct Words {
-    uint32_t w[LANES];
+inline Vec magnitude(const Vec& a) { STOOP_LANES(std::fabs(a.v[i])); }
+struct Pairs {
+    int16_t v[2 * LANES];
 };
-inline Words load_words(const uint8_t* p) {
-    Words words;
-    std::memcpy(words.w, p, sizeof words.w);
+struct Sums {
+    int32_t v[LANES];
+};
+inline Sums no_sums() { return {}; }
+inline Pairs all_pairs(const int16_t* p) {
+    Pairs pairs;
+    for (int i = 0; i < LANES; i++) pairs.v[2 * i] = p[0], pairs.v[2 * i + 1] = p[1];
+    return pairs;
+}
+inline Sums add_products(Sums sums, const Pairs& a, const Pairs& b) {
+    for (int i = 0; i < LANES; i++)
+        sums.v[i] += int32_t(a.v[2 * i]) * b.v[2 * i] + int32_t(a.v[2 * i + 1]) * b.v[2 * i + 1];
+    return sums;
+}
+inline Vec to_float(const Sums& sums) { STOOP_LANES(float(sums.v[i])); }
+inline Pairs load_bytes(const uint8_t* p) {
+    Pairs pairs;
+    for (int i = 0; i < 2 * LANES; i++) pairs.v[i] = int8_t(p[i]);
+    return pairs;
+}
+inline Pairs load_words(const uint8_t* p) {
+    Pairs words;
+    std::memcpy(words.v, p, sizeof words.v);
     return words;
 }
-struct Codebook {
-    float values[LANES];
-    explicit Codebook(const float* table) { std::memcpy(values, table, sizeof values); }
-    template <int N>
-    Vec code(const Words& words) const { STOOP_LANES(values[words.w[i] >> 4 * N & 15]); }
-};
+template <int N, int OFFSET> inline Pairs codes(Pairs words) {
+    for (int i = 0; i < 2 * LANES; i++) words.v[i] = int16_t((uint16_t(words.v[i]) >> 4 * N & 15) - OFFSET);
+    return words;
+}
+inline void store_int16(int16_t* p, const Vec& a) {
+    for (int i = 0; i < LANES; i++) p[i] = int16_t(a.v[i]);
+}
 #undef STOOP_LANES
 
 #endif

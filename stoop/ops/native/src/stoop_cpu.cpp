@@ -64,13 +64,28 @@ struct Engine {
     std::mutex in_use;  // callers on several threads take turns
 };
 
-// Rows of inputs and their group sums, made once for all threads
+// Rows of inputs, rounded for products; made once for all threads
 struct Inputs {
-    float* rows;
+    float* rows;  // [tokens, width], before rounding
+    float* codes;
+    float* scales;
     float* sums;
     int64_t width;
-    Tokens tokens() const { return {rows, width, sums}; }
-    float* sums_of(int64_t token) const { return sums + token * tokens().sums_stride(); }
+
+    static Inputs take(Scratch& scratch, int64_t num_tokens, int64_t width) {
+        return {scratch.take(num_tokens * width), scratch.take(num_tokens * width / 2),
+                scratch.take(num_tokens * (width / INPUT_GROUP)),
+                scratch.take(num_tokens * (width / 32 + width / 16)), width};
+    }
+    void place(const Scratch& scratch) {
+        for (float** each : {&rows, &codes, &scales, &sums}) *each = scratch.at(*each);
+    }
+    Tokens tokens() const { return {reinterpret_cast<const int16_t*>(codes), scales, sums, width}; }
+    void round(int64_t token) const {
+        Tokens to = tokens();
+        round_inputs(rows + token * width, width, reinterpret_cast<int16_t*>(codes) + token * width,
+                     scales + token * to.num_scales(), sums + token * to.num_sums());
+    }
 };
 
 // Each thread makes a share of the rows; all wait until every row is there.
@@ -87,7 +102,7 @@ void fill_normed(const float* x, int64_t stride, const float* norm, float eps, i
         float* row = to.rows + t * to.width;
         if (norm) rms_norm(x + t * stride, norm, eps, to.width, row);
         else if (row != x + t * stride) std::memcpy(row, x + t * stride, size_t(to.width) * 4);
-        sum_groups(row, to.width, to.sums_of(t));
+        to.round(t);
     });
 }
 
@@ -205,21 +220,12 @@ struct ProductRun {
     Inputs inputs;
 };
 
-Inputs take_inputs(Scratch& scratch, int64_t num_tokens, int64_t width) {
-    return {scratch.take(num_tokens * width), scratch.take(num_tokens * (width / 32 + width / 16)), width};
-}
-
-void place_inputs(const Scratch& scratch, Inputs& inputs) {
-    inputs.rows = scratch.at(inputs.rows);
-    inputs.sums = scratch.at(inputs.sums);
-}
-
 }  // namespace
 
 extern "C" {
 
 // Changes whenever a structure or a signature below does.
-int stoop_version() { return 2; }
+int stoop_version() { return 3; }
 
 const char* stoop_isa() {
 #if STOOP_AVX512
@@ -253,13 +259,13 @@ void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* s
     const int64_t num_tokens = batch->num_tokens, q_size = int64_t(first.heads.num_heads) * first.heads.head_dim;
     scratch.restart();
     StackRun run{*stack, *batch, stream, input, input_width,
-                 take_inputs(scratch, input ? num_tokens : 0, input_width),
-                 take_inputs(scratch, num_tokens, stack->hidden_size),
-                 take_inputs(scratch, num_tokens, q_size),
-                 take_inputs(scratch, num_tokens, stack->intermediate_size),
+                 Inputs::take(scratch, input ? num_tokens : 0, input_width),
+                 Inputs::take(scratch, num_tokens, stack->hidden_size),
+                 Inputs::take(scratch, num_tokens, q_size),
+                 Inputs::take(scratch, num_tokens, stack->intermediate_size),
                  scratch.take(num_tokens * first.qkv.num_outputs)};
     scratch.place();
-    for (Inputs* inputs : {&run.first, &run.normed, &run.attended, &run.gated}) place_inputs(scratch, *inputs);
+    for (Inputs* inputs : {&run.first, &run.normed, &run.attended, &run.gated}) inputs->place(scratch);
     run.qkv = scratch.at(run.qkv);
     engine.team.run(
         [](void* argument, int thread, Team& team) {
@@ -276,9 +282,9 @@ void stoop_product(void* handle, const Matrix* matrix, const float* bias, const 
     std::lock_guard<std::mutex> lock(engine.in_use);
     engine.scratch.restart();
     ProductRun run{*matrix, bias, x, x_stride, norm, eps, num_tokens, out, out_stride, kind,
-                   take_inputs(engine.scratch, num_tokens, matrix->num_inputs)};
+                   Inputs::take(engine.scratch, num_tokens, matrix->num_inputs)};
     engine.scratch.place();
-    place_inputs(engine.scratch, run.inputs);
+    run.inputs.place(engine.scratch);
     engine.team.run(
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<ProductRun*>(argument);
