@@ -263,6 +263,7 @@ class AsyncLLM:
         self._idle.clear()
         if self._client.state == "ready":
             self._client.send(Add(requests))
+            self._loop.call_soon(group.prepare)  # while the core computes the first tokens
         else:
             self._held[group.request_id] = group
         return box
