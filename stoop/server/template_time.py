@@ -81,6 +81,7 @@ async def run_in_thread(
     answer: asyncio.Future[Item] = loop.create_future()
     lock = threading.Lock()
     running: list[tuple[int, float]] = []  # the thread, and since when
+    timer: asyncio.TimerHandle
 
     def guarded() -> Item:
         with lock:

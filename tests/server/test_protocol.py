@@ -309,7 +309,7 @@ BAD_BODIES = [
     b'{"prompt": "a", "foo": 1}',
     b'{"messages": [{"role": "user", "content": "hi"}], "best_of": 2}',
     b'{"model": "other", "messages": [{"role": "user", "content": "hi"}]}',
-    b'{"prompt": ["a", "b"], "n": 128}',
+    b'{"prompt": [%s], "n": 128}' % b", ".join([b'"a"'] * 100),
     b'{"prompt": "%s"}' % (b"a" * 600),
     b'{"input": "a", "temperature": 0.5, "top_p": 2}',
 ]
