@@ -27,6 +27,7 @@ from stoop.engine.wire import Abort, Add, Ready
 from stoop.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+PREPARE_SECONDS = 0.001
 
 
 class AsyncLLM:
@@ -263,6 +264,8 @@ class AsyncLLM:
         self._idle.clear()
         if self._client.state == "ready":
             self._client.send(Add(requests))
+            # While the core computes. Not at once: on few CPUs it would keep the core from waking.
+            self._loop.call_later(PREPARE_SECONDS, group.prepare)
         else:
             self._held[group.request_id] = group
         return box

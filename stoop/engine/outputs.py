@@ -63,6 +63,15 @@ class Answer:
     def text(self) -> str:
         return self._stream.text if self._stream else ""
 
+    def prepare(self) -> None:
+        """Make what the first tokens are read with. A tokenizer that fails here fails then, too."""
+        if self._has_text and self._stream is None:
+            try:
+                self._stream = self._make_stream()
+            except BaseException as error:
+                if not _is_tokenizer_failure(error):
+                    raise
+
     def extend(self, delta: Delta) -> None:
         """Add what a step brought, except for the text and the scores."""
         self.num_cached = delta.num_cached
@@ -236,6 +245,10 @@ class RequestGroup:
         if self.answers[0].finish_reason is None:  # most often the only one
             return False
         return all(answer.finished for answer in self.answers)
+
+    def prepare(self) -> None:
+        for answer in self.answers:
+            answer.prepare()
 
     def take_prompt_scores(self, answer: Answer, delta: Delta) -> None:
         """Add log-probabilities of the prompt. Only the first answer computes them."""

@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from stoop.server import page
 from stoop.server.chat import chat_completions
 from stoop.server.completions import completions
+from stoop.server.direct import Direct, Routes
 from stoop.server.errors import RETRY_AFTER, add_handlers, refuse, unavailable
 from stoop.server.gate import Gate
 from stoop.server.hooks import make_tracer
@@ -29,6 +30,14 @@ from stoop.version import __version__
 
 if TYPE_CHECKING:
     from stoop.async_llm import AsyncLLM
+
+
+# As `_add_generation` has them; those are for the schema, and for what `Direct` does not take.
+GENERATION: Routes = {
+    "/v1/chat/completions": (ChatRequest, chat_completions),
+    "/v1/completions": (CompletionRequest, completions),
+    "/v1/responses": (ResponsesRequest, responses),
+}
 
 
 def make_service(llm: "AsyncLLM", settings: ServerSettings) -> Service:
@@ -54,7 +63,7 @@ def make_app(service: Service) -> Any:
     _add_tokens(app, service)
     _add_state(app, service)
     public = _add_page(app)
-    gated: Any = Gate(app, service, public)
+    gated: Any = Gate(Direct(app, service, GENERATION), service, public)
     if service.settings.allow_origins:
         gated = CORSMiddleware(
             gated,

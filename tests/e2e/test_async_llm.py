@@ -631,3 +631,22 @@ def test_deltas_of_many_steps_are_taken_together(
     items = run(lag())
     assert max(calls) > 3
     assert len(items) < 150 and len(joined(items, 0).token_ids) == 200
+
+
+def test_a_requests_text_stream_is_made_while_the_core_computes(run: Run, engine: AsyncLLM) -> None:
+    """Otherwise the first tokens wait for it."""
+
+    async def main() -> None:
+        pid = engine.metrics()["core_pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            stream = engine.stream(PROMPT, SamplingParams(max_tokens=2))
+            (answer,) = stream._box.group.answers
+            assert answer._stream is None  # the request goes first
+            await until(lambda: answer._stream is not None, 10.0)
+            assert not answer.token_ids
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (await read(stream))[-1].finished
+
+    run(main())

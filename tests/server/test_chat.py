@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: shapes of whole and streamed answers, tools, reasoning, formats."""
 
 import json
+import signal
 import threading
 import time
 
@@ -410,3 +411,105 @@ def test_waiting_for_a_thread_is_not_the_templates_time(monkeypatch):
     for _ in range(2):  # as many as there are threads
         service.prompts._threads.submit(time.sleep, 0.8)
     assert post(app, CHAT, {"messages": USER}).status_code == 200
+
+
+def rendering_threads(monkeypatch, llm):
+    """The threads in which conversations are rendered, as a list that grows."""
+    found, render = [], llm.tokenizer.render_chat
+
+    def noted(*arguments, **options):
+        found.append(threading.current_thread())
+        return render(*arguments, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "render_chat", noted)
+    return found
+
+
+@pytest.fixture
+def free_alarm():
+    """As in a server: pytest's own time limit is an alarm, too."""
+    before, left = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, *left)
+
+
+def say(text):
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+@pytest.mark.usefixtures("free_alarm")
+def test_short_conversations_are_rendered_on_the_event_loop_and_others_are_not(monkeypatch):
+    llm = FakeLLM(max_model_len=100_000)
+    threads, (app, _) = rendering_threads(monkeypatch, llm), make_server(llm)
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+    many = {"messages": USER * 65}
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    for body in (say("hi"), say("hi"), say("x" * 5000), many, parts, {**say("hi"), **tools}):
+        assert post(app, CHAT, body).status_code == 200
+    here = [thread is threading.main_thread() for thread in threads]
+    # The first one compiles the template. Tools that may not be called are not in the prompt.
+    assert here == [False, True, False, False, False, True]
+
+
+@pytest.mark.usefixtures("free_alarm")
+def test_a_long_prompt_of_a_short_conversation_is_encoded_in_a_thread(monkeypatch):
+    llm = FakeLLM(chat_template="{{ 'x' * 5000 }}", max_model_len=100_000)
+    threads, encode, (app, _) = [], llm.tokenizer.encode, make_server(llm)
+
+    def noted(text, add_special_tokens=True):
+        if len(text) == 5000:
+            threads.append(threading.current_thread())
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", noted)
+    for _ in range(2):
+        assert post(app, CHAT, {"messages": USER}).status_code == 200
+    assert len(threads) == 2 and threading.main_thread() not in threads
+
+
+@pytest.mark.usefixtures("free_alarm")
+def test_a_template_that_holds_up_the_event_loop_goes_to_a_thread(monkeypatch):
+    """The next conversations go there at once, and to the loop again after some time."""
+    monkeypatch.setattr("stoop.server.prompts.FOR_THREADS", 2)
+    slow = (
+        "{% if messages[0].content == 'loop' %}{% for i in range(999) %}{% for j in range(999) %}"
+        "{% endfor %}{% endfor %}{% endif %}hi"
+    )
+    llm = FakeLLM(chat_template=slow)
+    threads, (app, _) = rendering_threads(monkeypatch, llm), make_server(llm)
+    monkeypatch.setattr("stoop.server.prompts.HERE_SECONDS", 0.001)
+    for text in ("hi", "loop", "hi", "hi"):
+        assert post(app, CHAT, say(text)).status_code == 200
+    monkeypatch.setattr("stoop.server.prompts.HERE_SECONDS", 0.5)
+    assert post(app, CHAT, say("hi")).status_code == 200
+    here = [thread is threading.main_thread() for thread in threads]
+    assert here == [False, True, False, False, False, True]
+
+
+@pytest.mark.usefixtures("free_alarm")
+def test_a_template_that_never_ends_is_stopped_on_the_event_loop_too(monkeypatch):
+    monkeypatch.setattr("stoop.server.prompts.RENDER_SECONDS", 0.3)
+    loop = (
+        "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}"
+        "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}hi"
+    )
+    app, _ = make_server(FakeLLM(chat_template=loop))
+    for text, status in (("hi", 200), ("hi", 200), ("loop", 400), ("hi", 200)):
+        response = post(app, CHAT, say(text))
+        assert response.status_code == status
+        if status == 400:
+            refusal(response, 400, "took more than 0.3 s")
+
+
+@pytest.mark.usefixtures("free_alarm")
+def test_an_alarm_of_someone_else_is_left_alone(monkeypatch):
+    llm = FakeLLM()
+    threads, (app, _) = rendering_threads(monkeypatch, llm), make_server(llm)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    for _ in range(2):
+        assert post(app, CHAT, {"messages": USER}).status_code == 200
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+    assert threading.main_thread() not in threads

@@ -277,3 +277,90 @@ def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch):
         (CHAT, {"messages": [{"role": "user", "content": "x" * 10**6}]}),
     ):
         assert refusal(post(app, path, body), 400)["code"] == "context_length_exceeded"
+
+
+# ---- the way past FastAPI ----
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+def test_good_requests_do_not_pass_through_fastapi(monkeypatch, path):
+    """A first token would wait for it."""
+    app, _ = make_server()
+
+    async def fastapi(scope, receive, send):
+        raise AssertionError("a good request came to FastAPI")
+
+    monkeypatch.setattr(app.app, "app", fastapi)
+    for stream in (False, True):
+        assert post(app, path, {**GOOD[path], "stream": stream}).status_code == 200
+
+
+BAD_BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"a"',
+    b"\xff",
+    b"[" * 100_000,
+    b"{}",
+    b'{"prompt": NaN, "messages": NaN, "input": NaN}',
+    b'{"prompt": "a", "input": "a", "messages": [{"role": "user"}], "temperature": "1"}',
+    b'{"prompt": "a", "foo": 1}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "best_of": 2}',
+    b'{"model": "other", "messages": [{"role": "user", "content": "hi"}]}',
+    b'{"prompt": [%s], "n": 128}' % b", ".join([b'"a"'] * 100),
+    b'{"prompt": "%s"}' % (b"a" * 600),
+    b'{"input": "a", "temperature": 0.5, "top_p": 2}',
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+@pytest.mark.parametrize("body", BAD_BODIES, ids=range(len(BAD_BODIES)))
+def test_both_ways_refuse_with_the_same_words(path, body):
+    """Through `Direct`, and through FastAPI alone."""
+    direct, plain = make_server()[0], make_server()[0]
+    plain.app = plain.app.app
+    headers = {"content-type": "application/json", "x-request-id": "same"}
+    found, expected = (
+        call(app, "POST", path, content=body, headers=headers) for app in (direct, plain)
+    )
+    assert found.status_code >= 400
+    assert (found.status_code, found.json()) == (expected.status_code, expected.json())
+    assert found.headers == expected.headers
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/foo+json"])
+def test_other_kinds_of_json_are_taken(app, kind):
+    body = json.dumps(GOOD[TEXT]).encode()
+    response = call(app, "POST", TEXT, content=body, headers={"content-type": kind})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("state", ["restarting", "dead"])
+def test_both_ways_say_when_the_engine_is_gone(state):
+    llm = FakeLLM(fail_after=0)
+    direct, _ = make_server(llm)
+    plain, _ = make_server(llm)
+    plain.app = plain.app.app
+    found, expected = (post(app, TEXT, GOOD[TEXT]) for app in (direct, plain))
+    assert found.status_code == expected.status_code == 503 and found.json() == expected.json()
+    llm.state = state
+    found, expected = (post(app, TEXT, GOOD[TEXT]) for app in (direct, plain))
+    assert found.status_code == expected.status_code == 503 and found.json() == expected.json()
+
+
+def test_a_bug_is_logged_and_answered_alike_on_both_ways(monkeypatch, caplog):
+    llm = FakeLLM()
+    direct, plain = make_server(llm)[0], make_server(llm)[0]
+    plain.app = plain.app.app
+
+    def stream(*arguments, **options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(llm, "stream", stream)
+    for app in (direct, plain):
+        caplog.clear()
+        error = refusal(post(app, TEXT, GOOD[TEXT]), 500, "the server failed on this request")
+        assert error["code"] == "internal_error"
+        assert "ZeroDivisionError" in caplog.text

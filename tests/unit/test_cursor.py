@@ -1,10 +1,13 @@
 """What a stream hands out, and when."""
 
+import pytest
+
 from stoop.core.messages import Delta, EngineRequest
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import TokenScores
 from stoop.engine.cursor import GroupCursor
-from stoop.engine.outputs import Answer, RequestGroup
+from stoop.engine.outputs import Answer, AnswerError, RequestGroup
+from support.fake_llm import byte_tokenizer
 from support.scheduling import make_rules
 
 
@@ -43,3 +46,17 @@ def test_an_end_is_told_without_the_scores():
         answer.end("abort")
     item = cursor.take_new()
     assert item is not None and item.finished and item.prompt_logprobs is None
+
+
+def test_a_tokenizer_that_fails_early_fails_with_the_first_tokens(monkeypatch):
+    """Only then is there someone to tell."""
+    rules = make_rules(params=SamplingParams(max_tokens=4))
+    answer = Answer(0, EngineRequest("r/0", (1, 2, 3), rules, 0), byte_tokenizer())
+
+    def fail(self):
+        raise ValueError("no text")
+
+    monkeypatch.setattr(Answer, "_make_stream", fail)
+    RequestGroup("r", None, [answer]).prepare()
+    with pytest.raises(AnswerError, match=r"the tokenizer failed on this answer .*no text"):
+        answer.read(Delta("r/0", [7]))
