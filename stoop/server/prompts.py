@@ -1,7 +1,9 @@
-"""Chat messages to prompts. Long ones are rendered and encoded outside the event loop."""
+"""Chat messages to prompts: rendered and encoded outside the event loop, with a time limit."""
 
 import asyncio
+import ctypes
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,13 +14,9 @@ from stoop.core.sampling_params import SamplingParams
 from stoop.grammar.parsing import parse
 from stoop.server.errors import ApiError, refuse
 from stoop.server.protocol.chat import Message
-from stoop.server.template_time import TookLong, run_briefly, run_in_thread
 from stoop.text.tokenizer import LONG_TEXT, Tokenizer
 
 RENDER_SECONDS = 5.0
-MANY_MESSAGES = 64
-HERE_SECONDS = 0.02  # that rendering may hold up the event loop
-FOR_THREADS = 1000  # conversations that go to threads after one that took longer
 Item = TypeVar("Item")
 
 
@@ -32,6 +30,10 @@ class EncodedPrompt:
         if self.text is None:
             return {"prompt_token_ids": self.token_ids}
         return {"prompt": self.text, "prompt_token_ids": self.token_ids}
+
+
+class _TooSlow(Exception):
+    """Raised inside a template that has run for too long."""
 
 
 class PromptMaker:
@@ -50,7 +52,6 @@ class PromptMaker:
         self._max_model_len = max_model_len
         self.chat_template = chat_template
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stoop-prompts")
-        self._num_for_threads = 1  # conversations; the first one compiles the template
         # A text of the largest body takes seconds, and prompts must not wait for it.
         self._any_length = ThreadPoolExecutor(1, thread_name_prefix="stoop-texts")
 
@@ -111,7 +112,7 @@ class PromptMaker:
     ) -> EncodedPrompt:
         """special_tokens: add those of a text too; templates write their own"""
 
-        def work() -> str:
+        def work() -> EncodedPrompt:
             text = self.tokenizer.render_chat(
                 messages,
                 add_generation_prompt,
@@ -121,29 +122,9 @@ class PromptMaker:
                 variables=variables,
             )
             self._check_length(text)
-            return text
-
-        def encoded(text: str) -> EncodedPrompt:
             return EncodedPrompt(text, self.tokenizer.encode(text, special_tokens))
 
-        text = self._render_here(work) if not tools and _is_short(messages) else None
-        if text is not None and len(text) < LONG_TEXT:
-            return self._checked(encoded(text))
-        made = run_in_thread(
-            self._threads, lambda: encoded(work() if text is None else text), RENDER_SECONDS
-        )
-        return self._checked(await made)
-
-    def _render_here(self, work: Callable[[], str]) -> str | None:
-        """Render on the event loop; None if a thread has to do it."""
-        if self._num_for_threads:
-            self._num_for_threads -= 1
-            return None
-        try:
-            return run_briefly(work, HERE_SECONDS)
-        except TookLong:
-            self._num_for_threads = FOR_THREADS
-            return None
+        return self._checked(await _limited(self._threads, work, RENDER_SECONDS))
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that is too long however it is encoded, before that takes seconds."""
@@ -166,13 +147,48 @@ class PromptMaker:
         return prompt
 
 
-def _is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether these are a few messages of little text, and nothing else."""
-    if len(messages) > MANY_MESSAGES:
-        return False
-    contents = [message.get("content") for message in messages]
-    texts = [content for content in contents if isinstance(content, str)]
-    return len(texts) == len(contents) and sum(map(len, texts)) < LONG_TEXT
+async def _limited(threads: ThreadPoolExecutor, work: Any, seconds: float) -> Any:
+    """Run `work` in a thread; a template that loops for too long is ended there.
+
+    The time counts from when a thread takes it up: waiting for one is not the template's fault.
+    A template is a program that came with the checkpoint. The exception is raised between two
+    bytecodes of the thread, and only while it is inside `work`.
+    """
+    loop = asyncio.get_running_loop()
+    begun = asyncio.Event()
+    lock = threading.Lock()
+    running: list[int] = []
+
+    def guarded() -> Any:
+        with lock:
+            running.append(threading.get_ident())
+        loop.call_soon_threadsafe(begun.set)
+        try:
+            return work()
+        finally:
+            with lock:
+                running.clear()
+
+    future = loop.run_in_executor(threads, guarded)
+    future.add_done_callback(lambda _: begun.set())  # also if it was cancelled in the queue
+    await begun.wait()
+    try:
+        return await asyncio.wait_for(asyncio.shield(future), seconds)
+    except TimeoutError:
+        with lock:
+            if running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(running[0]), ctypes.py_object(_TooSlow)
+                )
+        future.add_done_callback(_ignore)
+        raise refuse(
+            f"the chat template took more than {seconds:g} s on these messages: shorten them"
+        ) from None
+
+
+def _ignore(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
