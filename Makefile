@@ -1,7 +1,7 @@
 # make run    answer a prompt with the embedded model
 # make serve  serve the embedded model: an OpenAI-compatible API and a chat page
 # make test   run the tests
-# make test-all  and every combination of drafter, K, graph mode and backend
+# make test-all  and every combination of drafter, K, graph mode, backend and dtype
 # make lint   ruff, mypy, import contracts, size limits
 # make clean  remove the environment; the model cache stays
 

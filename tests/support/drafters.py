@@ -193,7 +193,7 @@ def run(llm: LLM, num_tokens: int) -> Trace:
 
 def pairwise(*dimensions: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """A few combinations that cover every pair of values of two dimensions, always the same."""
-    source = random.Random(3)
+    source, num_tries = random.Random(2), 20
     count = len(dimensions)
     missing = {
         (i, a, j, b)
@@ -208,10 +208,11 @@ def pairwise(*dimensions: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
     while missing:
         tries = []
-        for i, a, j, b in source.sample(sorted(missing, key=str), min(20, len(missing))):
-            row = [source.choice(values) for values in dimensions]
-            row[i], row[j] = a, b
-            tries.append(tuple(row))
+        for i, a, j, b in source.sample(sorted(missing, key=str), min(num_tries, len(missing))):
+            for _ in range(num_tries):
+                row = [source.choice(values) for values in dimensions]
+                row[i], row[j] = a, b
+                tries.append(tuple(row))
         best = max(tries, key=lambda row: len(covered(row) & missing))
         missing -= covered(best)
         yield best

@@ -20,7 +20,13 @@ def test_workers_begin_with_the_longest(
 ) -> None:
     """Tests of a file stay together, in their order; other files follow in theirs."""
     first, second = LONGEST_FILES[:2]
-    given = [("unit/a.py", 1), (second, 1), (second, 2), ("unit/b.py", 1), (first, 1)]
+    given = [
+        ("unit/test_params.py", 1),
+        (second, 1),
+        (second, 2),
+        ("unit/test_docs.py", 1),
+        (first, 1),
+    ]
     items = [SimpleNamespace(path=TESTS / name, number=number) for name, number in given]
     conftest = request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
@@ -32,7 +38,7 @@ def test_workers_begin_with_the_longest(
         (first, 1),
         (second, 1),
         (second, 2),
-        ("unit/a.py", 1),
-        ("unit/b.py", 1),
+        ("unit/test_params.py", 1),
+        ("unit/test_docs.py", 1),
     ]
     assert request.config.option.loadscopereorder is False  # xdist would sort them again
