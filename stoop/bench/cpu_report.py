@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stoop.bench.cpu import CpuReport, EngineResult, Round, Together, is_busy
 from stoop.bench.cpu_process import LLAMA_CPP
@@ -25,11 +26,13 @@ def print_cpu(
 ) -> None:
     console = Console(stderr=True)
     console.print(_table(report, setting))
+    for line in _notes(report):  # a caption would be broken at the width of the table
+        console.print(Text(line))
     if report.together:
         console.print(_together_table(report.together))
     console.print(
-        "[dim]medians of rounds, and below them the range; TTFT: time to first token; import, load: "
-        "the second start; equal: answers that equal plain stoop's token for token[/dim]"
+        "[dim]medians of rounds, and below them the range; TTFT: time to first token; import and "
+        "load: of the second start; equal: answers that equal plain stoop's token for token[/dim]"
     )
     for line in warnings(report):
         say(line)
@@ -42,16 +45,7 @@ def _table(report: CpuReport, setting: Mapping[str, Any]) -> Table:
         f"{setting['model']} without a GPU, {threads} threads: {setting['num_questions']} "
         f"questions, {setting['max_tokens']} tokens each"
     )
-    notes = [f"{name}: {why}" for name, why in report.missing.items()]
-    if any(each.disturbed for each in report.engines):
-        notes.append(f"{MARK} other processes used the cores: not comparable with the others")
-    table = Table(
-        title=title,
-        caption="\n".join(notes) or None,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), min_width=60)
     table.add_column("")
     for result in report.engines:
         table.add_column(result.name + MARK * bool(result.disturbed), justify="right")
@@ -60,6 +54,13 @@ def _table(report: CpuReport, setting: Mapping[str, Any]) -> Table:
         if any(cells):
             table.add_row(label, *cells)
     return table
+
+
+def _notes(report: CpuReport) -> list[str]:
+    found = [f"{name}: {why}" for name, why in report.missing.items()]
+    if any(each.disturbed for each in report.engines):
+        found.append(f"{MARK} other processes used the cores: not comparable with the others")
+    return found
 
 
 def _rows(report: CpuReport, prompt_len: int) -> list[tuple[str, Callable[[EngineResult], str]]]:
