@@ -113,7 +113,7 @@ def test_the_gguf_file_of_an_embedded_model_is_kept_for_others(
     assert file.read_bytes() == (tmp_path / "tiny.gguf").read_bytes()
     embedded.check_gguf("tiny", file, quiet)
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
-    with pytest.raises(FetchError, match="is not the GGUF file of tiny .*leave it out"):
+    with pytest.raises(FetchError, match=r"is not the GGUF file of tiny .*leave it out"):
         embedded.check_gguf("tiny", tmp_path / "other.gguf", quiet)
     cache.remove("tiny-gguf")
     monkeypatch.setitem(EMBEDDED, "tiny", replace(EMBEDDED["tiny"], member_sha256="f" * 64))
