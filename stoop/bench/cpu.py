@@ -106,11 +106,11 @@ class EngineResult:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        return statistics.median(each.decode_tokens_per_s for each in self.rounds)
+        return _decode_speed(self.rounds)
 
     @property
     def ttft_s(self) -> float:
-        return statistics.median(each.ttft_s for each in self.rounds)
+        return _first_token(self.rounds)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -158,14 +158,31 @@ class CpuReport:
         return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
 
     def ratios(self, result: EngineResult) -> tuple[float, float] | None:
-        """Decoding and prefill speed relative to llama.cpp's."""
+        """Decoding and prefill speed relative to llama.cpp's, from rounds that nobody disturbed.
+
+        On busy cores engines slow down by very different factors, so other rounds say nothing.
+        """
         peer = self.find(LLAMA_CPP)
         if peer is None or peer is result:
             return None
+        disturbed = {*result.disturbed, *peer.disturbed}
+        pairs = zip(result.rounds, peer.rounds, strict=True)
+        calm = [pair for number, pair in enumerate(pairs, start=1) if number not in disturbed]
+        if not calm:
+            return None
+        ours, theirs = zip(*calm, strict=True)
         return (
-            result.decode_tokens_per_s / peer.decode_tokens_per_s,
-            result.prefill_tokens_per_s / peer.prefill_tokens_per_s,
+            _decode_speed(ours) / _decode_speed(theirs),
+            _first_token(theirs) / _first_token(ours),
         )
+
+
+def _decode_speed(rounds: Sequence[Round]) -> float:
+    return statistics.median(each.decode_tokens_per_s for each in rounds)
+
+
+def _first_token(rounds: Sequence[Round]) -> float:
+    return statistics.median(each.ttft_s for each in rounds)
 
 
 def is_busy(cores: float | None) -> bool:

@@ -59,7 +59,9 @@ def _table(report: CpuReport, setting: Mapping[str, Any]) -> Table:
 def _notes(report: CpuReport) -> list[str]:
     found = [f"{name}: {why}" for name, why in report.missing.items()]
     if any(each.disturbed for each in report.engines):
-        found.append(f"{MARK} other processes used the cores: not comparable with the others")
+        found.append(
+            f"{MARK} others used the cores in some rounds; 'of {LLAMA_CPP}' leaves those out"
+        )
     return found
 
 

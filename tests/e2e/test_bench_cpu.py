@@ -75,9 +75,10 @@ def test_the_whole_command(stoop: Run, model: str, seen: Path, tmp_path: Path) -
         memory = each["memory_mib"]
         assert memory["rss"] >= memory["file"] > 0 and memory["anon"] > 0
     assert ours["tokens_per_step"] == 1.0 and theirs["tokens_per_step"] is None
-    assert ours["decode_of_llama_cpp"] == pytest.approx(
-        ours["decode_tokens_per_s"] / theirs["decode_tokens_per_s"], rel=1e-3
-    )
+    if not ours["disturbed_rounds"] and not theirs["disturbed_rounds"]:
+        assert ours["decode_of_llama_cpp"] == pytest.approx(
+            ours["decode_tokens_per_s"] / theirs["decode_tokens_per_s"], rel=1e-3
+        )
     assert list(record["missing"]) == ["stoop, drafts"] and "no head ships" in err
     starts = [json.loads(line) for line in seen.read_text().splitlines()]
     assert len(starts) == 2 and starts[0] == starts[1]  # the first one fills caches

@@ -326,6 +326,17 @@ def test_medians_and_the_json_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "10.0-30.0" in captured.err and "2.00x" in captured.err and "*" not in captured.err
 
 
+def test_ratios_leave_disturbed_rounds_of_either_side_out() -> None:
+    ours = result(bench.PLAIN, 30, 10, 40, others=[0.0, 0.0, 0.9])
+    theirs = result(LLAMA_CPP, 20, 1, 10, others=[0.0, 0.9, 0.0])
+    report = bench.CpuReport([ours, theirs], {})
+    assert report.ratios(ours) == (1.5, 1.0)
+    theirs.others[0] = 0.9
+    assert report.ratios(ours) is None
+    ours.others, theirs.others = [None] * 3, [None] * 3  # unknown
+    assert report.ratios(ours) == (3.0, 1.0)
+
+
 def test_disturbed_rounds_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench.CpuReport([result(bench.PLAIN, 30, 10, others=[BUSY_CORES, 0.8])], {})
     assert report.engines[0].disturbed == [2]

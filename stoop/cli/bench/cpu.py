@@ -92,7 +92,8 @@ def cpu(
     decode: tokens/s after the first token of an answer. first token: of a prompt of --prompt-len
     tokens. import and load: from the start of the process, the second time. resident: memory after
     an answer. A round in which other processes used more than 0.15 cores is repeated, and marked if
-    that does not help. The exit code is 1 if drafts change an answer.
+    that does not help; ratios to llama.cpp leave it out. The exit code is 1 if drafts change an
+    answer.
     """
     sizes = parse_sizes(concurrency) if concurrency else []
     check_file("--out", out)
