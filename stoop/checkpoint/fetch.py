@@ -8,7 +8,14 @@ import re
 from pathlib import Path
 
 from stoop.checkpoint.cache import Recipe, models_dir, obtain
-from stoop.checkpoint.embedded import EMBEDDED, PACKED_SUFFIX, EmbeddedModel, embedded_recipe
+from stoop.checkpoint.embedded import (
+    EMBEDDED,
+    GGUF_NAME,
+    PACKED_SUFFIX,
+    EmbeddedModel,
+    embedded_recipe,
+    gguf_recipe,
+)
 from stoop.checkpoint.gguf import can_pack as can_pack_gguf
 from stoop.checkpoint.gguf import convert_gguf, converted_bytes
 from stoop.checkpoint.hub import fetch_from_hub
@@ -69,6 +76,11 @@ def pull(name: str, report: Report | None = None) -> Path:
     if HUB_ID.fullmatch(name) and not _looks_like_path(name):
         return fetch_from_hub(name, None, report, check_size=True)
     raise _unknown_name(name)
+
+
+def embedded_gguf(name: str, report: Report | None = None) -> Path:
+    """The GGUF file of an embedded model, which is downloaded for it and kept."""
+    return obtain(gguf_recipe(name, report or quiet), report or quiet) / GGUF_NAME
 
 
 def _unknown_name(name: str) -> FetchError:

