@@ -12,6 +12,8 @@ import torch
 
 pytest.register_assert_rewrite("support")  # asserts there explain themselves as those of tests do
 
+import stoop.ops.native.build as native_build  # noqa: E402
+
 # Without the families no GGUF file can be converted.
 import stoop.models.registry  # noqa: E402, F401
 from support.checkpoints import CheckpointStore  # noqa: E402
@@ -19,6 +21,10 @@ from support.drafters import DrafterStore  # noqa: E402
 from support.long_files import LONGEST_FILES  # noqa: E402
 
 TESTS = Path(__file__).parent
+
+# The compiled kernels stay in one place, whatever cache a test sets: they are compiled once.
+_NATIVE_CACHE = native_build.cache_dir()
+native_build.cache_dir = lambda: _NATIVE_CACHE
 
 # A shell starts jobs in the background with Ctrl-C ignored, and tests of interrupts would wait
 # forever. Processes that tests start begin with the default then.
