@@ -16,6 +16,7 @@ import stoop.ops.native.build as native_build  # noqa: E402
 
 # Without the families no GGUF file can be converted.
 import stoop.models.registry  # noqa: E402, F401
+from stoop.ops.native.library import Native, find_native, native_problem  # noqa: E402
 from support.checkpoints import CheckpointStore  # noqa: E402
 from support.drafters import DrafterStore  # noqa: E402
 from support.long_files import LONGEST_FILES  # noqa: E402
@@ -63,6 +64,23 @@ def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def native() -> Native:
+    """The CPU kernels; tests skip themselves where there is no C++ compiler."""
+    found = find_native()
+    if found is None:
+        pytest.skip(f"no CPU kernels: {native_problem()}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _references(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations take their CPU kernels in tests that ask for `native`, and in no others, whatever
+    ran before in the same process."""
+    if "native" not in request.fixturenames:
+        monkeypatch.setattr("stoop.ops.dispatch.loaded_native", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -119,6 +119,8 @@ def _compile_to(path: Path, compiler: str) -> None:
     try:
         _compile(compiler, Path(fresh))
         os.chmod(fresh, 0o755)
+        with open(fresh, "rb") as file:
+            os.fsync(file.fileno())  # half a library, after a loss of power, would end the process
         os.replace(fresh, path)  # other processes see it complete or not at all
     finally:
         Path(fresh).unlink(missing_ok=True)
