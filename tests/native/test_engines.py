@@ -1,5 +1,6 @@
 """Whole engines with packed weights: the tokens of dense ones, whatever else is in a batch."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 
 from stoop import LLM, SamplingParams
 from stoop.models.decoder import DecoderModel
+from stoop.models.fused import FusedLayers
 from stoop.ops.packed import WIDE, Packed
 from support import drafters
 from support.drafters import write_random_head
 from support.engines import make_llm
 from support.graph_workload import GREEDY, SETTINGS, Answers, prompts, run
-from support.packed_models import Sizes, mixed_kinds, one_kind, write_packable_gguf
+from support.packed_models import Sizes, one_kind, write_packable_gguf
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -289,3 +291,59 @@ def test_a_head_in_one_call_drafts_as_the_loop_does(
             head.fused = None
         traces.append(drafters.run(llm, 2))
     assert traces[0].drafts == traces[1].drafts
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_taps_of_one_call_are_those_of_the_loop(
+    files: dict[str, Path],
+    heads: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    mutant: bool,
+) -> None:
+    """Drafts come from the streams that enter layers 3, 1 and 1. mutant: from the layer before"""
+    prepare = FusedLayers.prepare
+
+    def shifted(self: FusedLayers, caches: Any, tapped: Any, taps: Any) -> Any:
+        return prepare(self, caches, tapped, [tap - 1 for tap in taps])
+
+    if mutant:
+        monkeypatch.setattr(FusedLayers, "prepare", shifted)
+    config = heads["variant"] | {"num_speculative_tokens": 2}
+    traces = []
+    for fused in (True, False):
+        llm = make_packed(files["qwen3"], speculative_config=config, **drafters.SETTINGS)
+        if not fused:
+            model_of(llm).fused = None
+        traces.append(drafters.run(llm, 2))
+    assert (traces[0].drafts == traces[1].drafts) != mutant
+    assert traces[0].answers == traces[1].answers
+
+
+def test_windows_of_some_layers(files: dict[str, Path]) -> None:
+    """Packed layers in one call, in the loop, and dense ones."""
+    found = []
+    for kind in ("packed", "loop", "dense"):
+        weights = "dense" if kind == "dense" else "packed"
+        llm = make_packed(files["llama"], weights=weights, **ROOMY)
+        model = model_of(llm)
+        for layer in model.layers[1:]:
+            attention: Any = layer.self_attn
+            attention.shape = dataclasses.replace(attention.shape, window=24)
+        model.prepare(ROOMY["max_model_len"])
+        if kind == "loop":
+            model.fused = None
+        found.append(run(llm))
+    packed, loop, dense = found
+    assert packed == loop and packed.token_ids == dense.token_ids
+    assert packed != run(make_packed(files["llama"], **ROOMY)), "the window should matter"
+
+
+def test_another_cache_at_the_same_address(files: dict[str, Path]) -> None:
+    """The structures of the kernels follow a cache with other blocks."""
+    llm = make_packed(files["llama"], block_size=8)
+    fused: Any = model_of(llm).fused
+    caches = [torch.zeros(2, 6, 8, 2, 16) for _ in range(3)]
+    none = torch.empty(0, 1, 64)
+    assert [each.heads.block_size for each in fused.prepare(caches, none, [])] == [8] * 3
+    others = [cache.view(2, 3, 16, 2, 16) for cache in caches]
+    assert [each.heads.block_size for each in fused.prepare(others, none, [])] == [16] * 3
