@@ -12,10 +12,9 @@ import torch
 
 pytest.register_assert_rewrite("support")  # asserts there explain themselves as those of tests do
 
-import stoop.ops.native.build as native_build  # noqa: E402
-
 # Without the families no GGUF file can be converted.
 import stoop.models.registry  # noqa: E402, F401
+import stoop.ops.native.build as native_build  # noqa: E402
 from stoop.ops.native.library import Native, find_native, native_problem  # noqa: E402
 from support.checkpoints import CheckpointStore  # noqa: E402
 from support.drafters import DrafterStore  # noqa: E402

@@ -145,7 +145,7 @@ def test_all_tapes_together_stay_under_twice_the_largest(folders: dict[str, Path
     else [("qwen2-window", "step"), ("llama3", "piecewise"), ("qwen2-window", "full")],
 )
 def test_native_attention_in_graphs(folders: dict[str, Path], model: str, mode: str) -> None:
-    """In float32, which is all that it has; with dense weights, whose products depend on padding."""
+    """In float32, which is all that it has; products of dense weights depend on padding."""
     options = {"dtype": "float32", "attention_backend": "native"}
     plain = run(make_graph_llm(folders[model], **options))
     llm = make_graph_llm(folders[model], graph_mode=mode, sanitize=True, **options)

@@ -53,7 +53,11 @@ def test_head_sizes_and_groups(size: int, group: int) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 64, 128])
 def test_block_sizes(block_size: int) -> None:
-    assert_right(make_case([Row(c, q) for c in (0, 7, 62, 63, 64) for q in (1, 2, 17)], block_size=block_size))
+    assert_right(
+        make_case(
+            [Row(c, q) for c in (0, 7, 62, 63, 64) for q in (1, 2, 17)], block_size=block_size
+        )
+    )
 
 
 @pytest.mark.parametrize("window", [1, 2, 24, 63, 64, 65, 100, 1000])
@@ -85,7 +89,10 @@ def test_dead_queries_that_are_nan() -> None:
 def test_nothing_live() -> None:
     case = make_case([Row(3, 1)], padded_tokens=2)
     case = dataclasses.replace(
-        case, rows=[], query_start_loc=torch.zeros(2, dtype=torch.int32), seq_lens=torch.zeros(1, dtype=torch.int32)
+        case,
+        rows=[],
+        query_start_loc=torch.zeros(2, dtype=torch.int32),
+        seq_lens=torch.zeros(1, dtype=torch.int32),
     )
     assert not attend(case).any()
 

@@ -14,8 +14,8 @@ import pytest
 
 import stoop
 from stoop.config.errors import ConfigError
-from stoop.engine.choose_weights import choose_packed
 from stoop.config.schema import EngineOptions
+from stoop.engine.choose_weights import choose_packed
 from stoop.ops.native import build as native_build
 from stoop.ops.native import library
 from stoop.ops.native.build import BuildError, best_isa, build, library_path, load
@@ -42,7 +42,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
     def use(script: str) -> Path:
         file, calls = tmp_path / "compiler", tmp_path / "calls"
-        file.write_text(f'#!/bin/sh\necho run >> "{calls}"\nwhile [ "$1" != -o ]; do shift; done\n{script}\n')
+        file.write_text(
+            f'#!/bin/sh\necho run >> "{calls}"\nwhile [ "$1" != -o ]; do shift; done\n{script}\n'
+        )
         file.chmod(0o755)
         monkeypatch.setenv("CXX", str(file))
         return calls
@@ -76,7 +78,11 @@ def test_sources_are_installed() -> None:
     patterns = settings["tool"]["setuptools"]["package-data"]["stoop"]
     package = Path(stoop.__file__).parent
     tracked = subprocess.run(
-        ["git", "ls-files", "stoop"], cwd=package.parent, capture_output=True, text=True, check=False
+        ["git", "ls-files", "stoop"],
+        cwd=package.parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if tracked.returncode:
         pytest.skip("not a checkout")
@@ -129,9 +135,7 @@ def test_the_name_tells_source_and_flags(cache: Path, monkeypatch: pytest.Monkey
 # ---- compiling ----
 
 
-def test_it_is_compiled_once(
-    cache: Path, tmp_path: Path, compiler: Callable[[str], Path]
-) -> None:
+def test_it_is_compiled_once(cache: Path, tmp_path: Path, compiler: Callable[[str], Path]) -> None:
     calls = compiler(f'cp "{fake_library(tmp_path)}" "$2"')
     stages: list[str] = []
     path = build(lambda stage, done, total: stages.append(stage))
@@ -186,7 +190,7 @@ def test_a_compiler_that_takes_forever(
 ) -> None:
     compiler("exec sleep 30")
     monkeypatch.setattr(native_build, "TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(BuildError, match="did not run.*timed out"):
+    with pytest.raises(BuildError, match=r"did not run.*timed out"):
         build()
 
 
@@ -247,7 +251,11 @@ def test_without_a_compiler_weights_are_dense_with_one_warning(
     assert not choose_packed(options_for(tmp_path), "cpu", None)
     (record,) = caplog.records
     assert "are dequantised" in record.message and "no C++ compiler (install g++" in record.message
-    with pytest.raises(ConfigError, match=r"weights=packed: it needs stoop's CPU kernels, and there is no C\+\+ compiler.*use weights=auto or weights=dense$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^weights=packed: it needs stoop's CPU kernels, and there is no C\+\+ compiler "
+        r"\(install g\+\+, for example\); use weights=auto or weights=dense$",
+    ):
         choose_packed(options_for(tmp_path, weights="packed"), "cpu", None)
     caplog.clear()
     assert not choose_packed(options_for(tmp_path, weights="dense"), "cpu", None)

@@ -73,7 +73,9 @@ def test_packed_tokens_equal_dense_ones(files: dict[str, Path], name: str) -> No
     llm = make_packed(files[name], **SETTINGS)
     dense = make_packed(files[name], weights="dense", **SETTINGS)
     assert model_of(dense).fused is None
-    packed_matrices = [m for m in model_of(llm).modules() if isinstance(getattr(m, "scheme", None), Packed)]
+    packed_matrices = [
+        m for m in model_of(llm).modules() if isinstance(getattr(m, "scheme", None), Packed)
+    ]
     assert len(packed_matrices) >= 4 * LARGE.num_layers
     assert (model_of(llm).fused is None) == (name == "odd")
     assert llm.config.attention_backend == "native"
@@ -197,7 +199,9 @@ def test_other_caches_and_backends_take_the_loop(
     assert llm.config.attention_backend != "native"
     dense = make_packed(files["qwen3"], weights="dense", **ROOMY | options)
     params = GREEDY.replace(max_tokens=8)
-    ours, theirs = ([list(o.outputs[0].token_ids) for o in e.generate(prompts(), params)] for e in (llm, dense))
+    ours, theirs = (
+        [list(o.outputs[0].token_ids) for o in e.generate(prompts(), params)] for e in (llm, dense)
+    )
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
     # A cache of few bits rounds up where the other rounds down.
     assert same == len(ours) or ("kv_cache_dtype" in options and same >= len(ours) - 2)

@@ -1,4 +1,4 @@
-"""Every instruction set computes the same: AVX2 what AVX-512 does, to the bit; others up to rounding.
+"""Every instruction set computes the same: AVX2 as AVX-512 to the bit, others up to rounding.
 
 A library takes long to compile, so those of other instruction sets are tested if they are in the
 cache already, or with STOOP_TEST_ALL.
