@@ -160,7 +160,6 @@ def test_several_answers_of_one_prompt(files: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("llama", "piecewise"),
         ("qwen3", "full"),
         ("llama", "step"),
         ("qwen3", "piecewise"),

@@ -87,11 +87,6 @@ MUTANTS = {
         "return std::min<int64_t>(context + first + i + 1, length); };",
         "return std::min<int64_t>(context + first + i + 2, length); };",
     ),
-    "the tap of the next layer": (
-        "stoop_cpu.cpp",
-        "    if (layer.tap)\n        for",
-        "    if (&layer != run.stack.layers && (&layer)[-1].tap)\n        for",
-    ),
 }
 CHOSEN = list(MUTANTS) if EVERY else []
 
@@ -126,7 +121,8 @@ def test_mutants_are_noticed(name: str, tmp_path: Path) -> None:
         [*command, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-3000:] + done.stderr
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr  # of failures, not of a crash
+    assert "FAILED" in done.stdout
 
 
 def test_formats_are_all_computed(native: Native) -> None:
