@@ -14,11 +14,17 @@ pytest.register_assert_rewrite("support")  # asserts there explain themselves as
 
 # Without the families no GGUF file can be converted.
 import stoop.models.registry  # noqa: E402, F401
+import stoop.ops.native.build as native_build  # noqa: E402
+from stoop.ops.native.library import Native, find_native, native_problem  # noqa: E402
 from support.checkpoints import CheckpointStore  # noqa: E402
 from support.drafters import DrafterStore  # noqa: E402
 from support.long_files import LONGEST_FILES  # noqa: E402
 
 TESTS = Path(__file__).parent
+
+# The compiled kernels stay in one place, whatever cache a test sets: they are compiled once.
+_NATIVE_CACHE = native_build.cache_dir()
+native_build.cache_dir = lambda: _NATIVE_CACHE
 
 # A shell starts jobs in the background with Ctrl-C ignored, and tests of interrupts would wait
 # forever. Processes that tests start begin with the default then.
@@ -57,6 +63,23 @@ def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def native() -> Native:
+    """The CPU kernels; tests skip themselves where there is no C++ compiler."""
+    found = find_native()
+    if found is None:
+        pytest.skip(f"no CPU kernels: {native_problem()}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _references(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations take their CPU kernels in tests that ask for `native`, and in no others, whatever
+    ran before in the same process."""
+    if "native" not in request.fixturenames:
+        monkeypatch.setattr("stoop.ops.dispatch.loaded_native", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ Each query is computed by itself, over keys in order: its output does not depend
 the batch. Lengths are read when the kernel runs, so a captured graph serves any lengths.
 """
 
-import torch
 from torch import Tensor
 
 from stoop.attention.base import AttentionSetup, AttentionShape
@@ -46,6 +45,6 @@ class NativeBackend:
     def forward(
         self, shape: AttentionShape, q: Tensor, cache: Tensor, metadata: BatchRows
     ) -> Tensor:
-        out = torch.empty(q.shape)
+        out = q.new_empty(q.shape)
         native_attend(q, cache, list(metadata), shape.scale, shape.window or 0, out)
         return out

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stoop.config.backends import serving_backends
-from stoop.config.schema import EngineOptions
+from stoop.config.schema import DeviceConfig, EngineOptions
 from stoop.config.speculation import MAX_DRAFTS, parse_speculation
 from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ from stoop.engine.choose_drafter import expand_auto
 from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.layers.attention import Attention
 from stoop.llm import LLM
+from stoop.ops.native.library import find_native
 from stoop.worker.device import find_device
 from stoop.worker.output import LaunchedStep
 
@@ -157,15 +158,19 @@ def run_checks(
     expected = _record_eager(eager, workloads) if device.dtype == "float64" else None
     layers = eager.engine.runner.layers
     head_sizes = [layer.shape.head_dim for layer in layers if isinstance(layer, Attention)]
-    backends = backends or serving_backends(
-        device.device, device.dtype, head_sizes, device.kv_dtype
-    )
+    backends = backends or _usable_backends(device, head_sizes)
     del eager
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):
         report(f"checking {backend} {mode}", done, total)
         llm = LLM(folder, graph_mode=mode, attention_backend=backend, sanitize=True, **options)
         yield _check(llm, Case(backend, mode), workloads, expected)
+
+
+def _usable_backends(device: DeviceConfig, head_sizes: Sequence[int]) -> list[str]:
+    found = serving_backends(device.device, device.dtype, head_sizes, device.kv_dtype)
+    compiles = "native" not in found or find_native() is not None
+    return [name for name in found if compiles or name != "native"]
 
 
 def _num_drafts(engine: dict[str, Any]) -> int:

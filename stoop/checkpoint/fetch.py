@@ -69,10 +69,13 @@ def resolve_model(
     raise _unknown_name(text)
 
 
-def pull(name: str, report: Report | None = None) -> Path:
-    """Fetch an embedded model or one from the hub, so that later starts need no network."""
+def pull(name: str, report: Report | None = None, packed: bool = False) -> Path:
+    """Fetch an embedded model or one from the hub, so that later starts need no network.
+
+    packed: for starts that keep an embedded model's weights quantised
+    """
     if name in EMBEDDED:
-        return resolve_model(name, report=report)
+        return resolve_model(name, report=report, packed=packed)
     if HUB_ID.fullmatch(name) and not _looks_like_path(name):
         return fetch_from_hub(name, None, report, check_size=True)
     raise _unknown_name(name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from stoop.checkpoint import cache, hub
+from stoop.checkpoint.embedded import EMBEDDED, PACKED_SUFFIX
 from stoop.checkpoint.fetch import converted_name
 from stoop.checkpoint.hub import hub_cache_dir
 from stoop.checkpoint.weights import INDEX_FILE
@@ -33,9 +34,16 @@ def list_models() -> list[CachedModel]:
 
 
 def find_models(name: str) -> list[CachedModel]:
-    """What is cached under a name, or as the conversion of the .gguf file at that path."""
+    """What is cached under a name, or as conversions of the .gguf file at that path.
+
+    An embedded model and a .gguf file have two conversions: dense, and packed.
+    """
     path = Path(os.path.expanduser(name)).resolve()
-    names = {name, converted_name(path)} if name.lower().endswith(".gguf") else {name}
+    names = {name}
+    if name.lower().endswith(".gguf"):
+        names |= {converted_name(path, packed) for packed in (False, True)}
+    elif name in EMBEDDED:
+        names.add(name + PACKED_SUFFIX)
     found = [model for model in list_models() if model.name in names]
     if not found:
         raise ConfigError(f"no model called {name!r} is cached: run 'stoop models' for a list")

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stoop.attention.base import AttentionShape, PagedMetadata
 from stoop.core.state import PagedState
 from stoop.layers.linear import FusedLinear
-from stoop.layers.norm import RMSNorm
+from stoop.layers.norm import RMSNorm, join_normed
 from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightView, prefixed
 from stoop.ops.kv_store import NO_SCALES
@@ -116,6 +117,8 @@ class Attention(StatefulLayer):
         """
         kv_heads, slots = self.shape.num_kv_heads, metadata.slot_mapping
         norms, scales = self.head_norms, self.kv_scales
+        if self._packed_norms:
+            qkv, norms = self._normed(qkv), None
         q = rotate_and_store(qkv, kv_heads, rotation, norms, cache, slots, scales)
         if scales == NO_SCALES:
             return metadata.attend(self.shape, q, cache)
@@ -123,6 +126,21 @@ class Attention(StatefulLayer):
         scale = self.shape.scale * scales.k
         scaled = replace(self.shape, scale=scale, value_scale=scales.v)
         return metadata.attend(scaled, q, cache)
+
+    @property
+    def _packed_norms(self) -> bool:
+        """Whether the kernels that run all layers in one call compute these norms elsewhere, too:
+        their sums are then of the same order."""
+        return type(self) is Attention and self.q_norm is not None and self.q_norm.packed
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """qkv with the heads of q and k normalised"""
+        assert self.q_norm is not None and self.k_norm is not None
+        num_heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        *heads, values = qkv.split([1] * (num_heads + kv_heads) + [kv_heads], dim=1)
+        norms = [self.q_norm] * num_heads + [self.k_norm] * kv_heads
+        joined = join_normed([head.squeeze(1) for head in heads], norms)
+        return torch.cat((joined.view(-1, len(norms), self.shape.head_dim), values), dim=1)
 
     def empty_output(self, qkv: Tensor, rotation: Rotation) -> Tensor:
         return qkv.new_empty(qkv.shape[0], self.shape.num_heads, self.shape.head_dim)

@@ -72,7 +72,7 @@ class FusedLayers:
         self.hidden_size = layers[0].post_norm.weight.shape[0]
         self.intermediate_size = layers[0].down.num_inputs
         self._structs: Any = (structs.Layer * len(layers))(*map(_layer_struct, layers))
-        self._caches: list[int] = []
+        self._caches: list[tuple[int, int, int]] = []
         self.handle = id(self)
         _FUSED[self.handle] = self
 
@@ -116,12 +116,12 @@ class FusedLayers:
 
     def prepare(self, caches: Sequence[Tensor], tapped: Tensor, taps: Sequence[int]) -> Any:
         """The structures, pointing to these caches and to rows of `tapped`."""
-        addresses = [cache.data_ptr() for cache in caches]
-        if addresses != self._caches:
-            for each, cache in zip(self._structs, caches, strict=True):
-                each.cache, each.cache_part = cache.data_ptr(), cache.stride(0)
-                each.heads.block_size = cache.shape[2]
-            self._caches = addresses
+        # Another cache may lie where one was freed.
+        places = [(each.data_ptr(), each.stride(0), each.shape[2]) for each in caches]
+        if places != self._caches:
+            for each, place in zip(self._structs, places, strict=True):
+                each.cache, each.cache_part, each.heads.block_size = place
+            self._caches = places
         for each in self._structs:
             each.tap = None
         for row, layer in enumerate(taps):

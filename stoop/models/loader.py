@@ -17,7 +17,7 @@ from stoop.core.report import Report
 from stoop.layers.weights import WeightView, store_matrices_as
 from stoop.models.base import Model, Module, parameter_bytes
 from stoop.models.kv_scales import load_kv_scales, without_scales
-from stoop.models.packed_weights import map_saved, save, store_quantized
+from stoop.models.packed_weights import find_origin, map_saved, save, store_quantized
 from stoop.models.registry import find_family
 
 DUMMY_STD = 0.02
@@ -54,9 +54,10 @@ def load_model(config: Config, report: Report | None = None) -> Model:
 
 def _load(config: Config, reader: WeightReader, report: Report | None) -> Model:
     folder, packed = Path(config.load.folder), config.device.packed
+    origin = find_origin(folder) if packed else {}
     if packed:
         described = _describe_packed(config, reader)
-        if map_saved(described, folder):
+        if map_saved(described, folder, origin):
             return cast(Model, cast(nn.Module, described).eval())
 
     def check(model: Model) -> None:
@@ -69,7 +70,7 @@ def _load(config: Config, reader: WeightReader, report: Report | None) -> Model:
         load_kv_scales(model, reader, {name: name for name in reader.names()})
     fill_views(list(model.weight_views()), reader, _stored(model, reader), report)
     if packed:
-        save(model, folder)
+        save(model, folder, origin)
     return model
 
 

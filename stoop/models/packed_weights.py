@@ -7,6 +7,7 @@ file: nothing is copied, and only what is used is read.
 import json
 import logging
 import os
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from stoop.checkpoint.cache import read_manifest
 from stoop.checkpoint.weights import WeightReader
 from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import MatrixLayer, WeightView
@@ -61,8 +63,11 @@ def use_kernels_for_norms(module: Module) -> None:
             layer.packed = True
 
 
-def map_saved(module: Module, folder: Path) -> bool:
-    """Fill a module on the meta device from the file of an earlier start, if there is one."""
+def map_saved(module: Module, folder: Path, origin: dict[str, Any]) -> bool:
+    """Fill a module on the meta device from the file of an earlier start, if there is one.
+
+    origin: of the weights in the folder, from `find_origin`
+    """
     from safetensors import SafetensorError, safe_open
 
     path = folder / FILE
@@ -71,7 +76,7 @@ def map_saved(module: Module, folder: Path) -> bool:
     wanted = dict(cast(nn.Module, module).named_parameters())
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            if json.loads((file.metadata() or {}).get(KEY, "null")) != _origin(folder):
+            if json.loads((file.metadata() or {}).get(KEY, "null")) != origin:
                 return False
             found = {name: file.get_tensor(name) for name in wanted}
     except (SafetensorError, OSError, ValueError) as error:
@@ -87,22 +92,28 @@ def map_saved(module: Module, folder: Path) -> bool:
     return True
 
 
-def save(module: Module, folder: Path) -> None:
-    """Write the file for later starts. A folder that cannot be written is left alone."""
+def save(module: Module, folder: Path, origin: dict[str, Any]) -> None:
+    """Write the file for later starts. A folder that cannot be written is left alone.
+
+    origin: of the weights that were packed, taken before they were read
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = folder / FILE
-    fresh = path.with_name(f".{FILE}-{os.getpid()}")
     tensors = {name: each.data for name, each in cast(nn.Module, module).named_parameters()}
     try:
-        save_file(tensors, fresh, metadata={KEY: json.dumps(_origin(folder))})
-        os.replace(fresh, path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{FILE}-", dir=folder) as workshop:
+            fresh = Path(workshop) / FILE
+            save_file(tensors, fresh, metadata={KEY: json.dumps(origin)})
+            os.replace(fresh, path)  # other processes see it complete or not at all
+    except (SafetensorError, OSError) as error:
         log.info("%s cannot be written (%s): the next start packs weights again", path, error)
 
 
-def _origin(folder: Path) -> dict[str, Any]:
-    """What the file was made from."""
-    files = sorted(folder.glob("model*.safetensors"))
-    return {"version": VERSION, "files": [[f.name, f.stat().st_size] for f in files]}
+def find_origin(folder: Path) -> dict[str, Any]:
+    """What a file of packed weights is made from: it is stale if this changes."""
+    manifest = read_manifest(folder) or {}
+    states = {file.name: file.stat() for file in sorted(folder.glob("model*.safetensors"))}
+    files = [[name, state.st_size] for name, state in states.items()]
+    return {"version": VERSION, "source": manifest.get("source"), "files": files}

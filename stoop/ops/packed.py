@@ -162,7 +162,7 @@ class Packed(Scheme):
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
         if dtype != torch.float32 or find_native() is None:
             return F.embedding(token_ids, self.dequantize(weight).to(dtype))
-        out = torch.empty(token_ids.shape[0], self.shape(weight)[1])
+        out = torch.empty(token_ids.shape[0], self.shape(weight)[1], dtype=torch.float32)
         calls.packed_rows(token_ids, weight.data, self.number, out)
         return out
 
@@ -191,7 +191,7 @@ class Packed(Scheme):
         if x.dtype != torch.float32 or find_native() is None:
             return self._reference(x, weight, bias, norm, eps, gated)
         num_outputs = self.shape(weight)[0] // (2 if gated else 1)
-        out = torch.empty(x.shape[0], num_outputs)
+        out = x.new_empty(x.shape[0], num_outputs)
         kind = GATED if gated else STORE
         calls.packed_product(x, weight.data, bias, norm, eps, self.number, kind, out)
         return out

@@ -137,6 +137,24 @@ def test_all_tapes_together_stay_under_twice_the_largest(folders: dict[str, Path
     assert 0 < ratio[0] < 2 * ratio[1]
 
 
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    list(itertools.product(MODELS, MODES))
+    if EVERY
+    else [("qwen2-window", "step"), ("llama3", "piecewise"), ("qwen2-window", "full")],
+)
+def test_native_attention_in_graphs(folders: dict[str, Path], model: str, mode: str) -> None:
+    """In float32, which is all that it has; products of dense weights depend on padding."""
+    options = {"dtype": "float32", "attention_backend": "native"}
+    plain = run(make_graph_llm(folders[model], **options))
+    llm = make_graph_llm(folders[model], graph_mode=mode, sanitize=True, **options)
+    used, graphed = descriptors_used(llm), run(llm)
+    same = [a == b for a, b in zip(plain.token_ids, graphed.token_ids, strict=True)]
+    assert sum(same) >= len(same) - 1
+    assert len(used) >= 4, used
+
+
 def test_float32_stays_close_to_unpadded_eager(folders: dict[str, Path]) -> None:
     """The last bits of a GEMM depend on its row count, so float32 has a tolerance."""
     plain = run(make_graph_llm(folders["llama3"], dtype="float32"))

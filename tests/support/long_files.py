@@ -11,6 +11,7 @@ LONGEST_FILES = (
     "kernels/test_attention.py",
     "kernels/test_linear.py",
     "spec/test_drafts.py",
+    "native/test_engines.py",
     "spec/test_sampling_options.py",
     "server/test_server_process.py",
     "server/test_fuzz.py",
@@ -36,5 +37,6 @@ LONGEST_FILES = (
     "grammar/test_mutants.py",
     "e2e/test_run_ahead.py",
     "unit/test_scheduler_property.py",
+    "native/test_files.py",
     "server/test_kill.py",
 )

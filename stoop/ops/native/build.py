@@ -64,9 +64,9 @@ def best_isa() -> str:
     flags = processor_flags()
     able = [isa for isa, needed in ISA_NEEDS.items() if needed <= flags]
     asked = cpu_isa()
-    if asked is None:
-        return able[0]
-    return asked if asked in able else able[-1]
+    names = list(ISA_NEEDS)
+    allowed = names if asked is None else names[names.index(asked) :]
+    return next(isa for isa in allowed if isa in able)
 
 
 def _flags() -> list[str]:
@@ -78,9 +78,12 @@ def _flags() -> list[str]:
 def library_path() -> Path:
     """Where the library is, or will be: its name tells the source, the flags and the machine."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".h", ".cpp"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    try:
+        for source in sorted(SOURCES.iterdir()):
+            if source.suffix in (".h", ".cpp"):
+                digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    except OSError as error:
+        raise BuildError(f"their source cannot be read ({error}): install stoop again") from error
     isa = best_isa()
     digest.update(" ".join(_flags()).encode())
     digest.update(platform.machine().encode())
@@ -93,10 +96,12 @@ def find_compiler() -> str | None:
     return next((found for found in map(shutil.which, names) if found), None)
 
 
-def build(report: Report | None = None) -> Path:
-    """Compile the library, unless it is there."""
+def build(report: Report | None = None, broken: bool = False) -> Path:
+    """Compile the library, unless it is there. broken: the one that is there cannot be loaded"""
+    from filelock import FileLock
+
     path = library_path()
-    if path.is_file():
+    if path.is_file() and not broken:
         return path
     if not sys.platform.startswith("linux"):
         raise BuildError(f"they need Linux, and this is {sys.platform}")
@@ -107,17 +112,26 @@ def build(report: Report | None = None) -> Path:
         report("compiling the CPU kernels, once", 0, None)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, fresh = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        os.close(handle)
+        # Processes that start at the same time need one compilation only.
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            if broken or not path.is_file():
+                _compile_to(path, compiler)
     except OSError as error:
         raise BuildError(f"the cache folder {path.parent} cannot be written ({error})") from error
+    return path
+
+
+def _compile_to(path: Path, compiler: str) -> None:
+    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
     try:
         _compile(compiler, Path(fresh))
         os.chmod(fresh, 0o755)
+        with open(fresh, "rb") as file:
+            os.fsync(file.fileno())  # half a library, after a loss of power, would end the process
         os.replace(fresh, path)  # other processes see it complete or not at all
     finally:
         Path(fresh).unlink(missing_ok=True)
-    return path
 
 
 def _compile(compiler: str, output: Path) -> None:
@@ -135,7 +149,13 @@ def _compile(compiler: str, output: Path) -> None:
         raise BuildError(f"{compiler} could not compile them ({first})")
 
 
-def load(path: Path) -> ctypes.CDLL:
+def load(report: Report | None = None) -> ctypes.CDLL:
+    """The library, compiled if it is not there, or again if what is there cannot be loaded: a file
+    that was cut short, or one that another system compiled into a shared folder."""
+    try:
+        return ctypes.CDLL(str(build(report)))
+    except OSError:
+        path = build(report, broken=True)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

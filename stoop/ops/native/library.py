@@ -1,6 +1,6 @@
 """The compiled library: its structures, its functions, and its team of threads.
 
-One library and one team serve a process. Structures mirror those in `src/`; `VERSION` changes with
+One library serves a process. Structures mirror those in `src/`; `VERSION` changes with
 them.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stoop.core.report import Report
-from stoop.ops.native.build import BuildError, build, load
+from stoop.ops.native.build import BuildError, load
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stoop_version": (c_int, []),
     "stoop_isa": (ctypes.c_char_p, []),
     "stoop_start": (c_void_p, [c_int]),
-    "stoop_stop": (None, [c_void_p]),
     "stoop_spin": (None, [c_void_p, c_int]),
     "stoop_group_bytes": (c_int64, [c_int]),
     "stoop_layers": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
@@ -171,7 +170,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Native:
-    """The loaded library, with a team of as many threads as torch uses."""
+    """The loaded library, with its teams of threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, (returned, arguments) in _SIGNATURES.items():
@@ -188,38 +187,42 @@ class Native:
         self.attend: Callable[..., None] = library.stoop_attend
         self.rows: Callable[..., None] = library.stoop_rows
         self.group_bytes: Callable[[int], int] = library.stoop_group_bytes
-        self.num_threads = 0
-        self.team: int | None = None
+        self._teams: dict[int, int] = {}  # by the number of threads
         self._lock = threading.Lock()
-        self.start(torch.get_num_threads())
 
-    def start(self, num_threads: int) -> None:
-        """Have a team of this size. Not while another thread is in a call."""
+    @property
+    def team(self) -> int:
+        """A team of as many threads as torch uses now."""
+        num_threads = torch.get_num_threads()
+        return self._teams.get(num_threads) or self._start(num_threads)
+
+    def _start(self, num_threads: int) -> int:
+        """Teams stay, as another thread may be in a call of an older one; idle ones sleep."""
         with self._lock:
-            if num_threads == self.num_threads:
-                return
-            if self.team is not None:
-                self._library.stoop_stop(self.team)
-            self.team = self._library.stoop_start(num_threads)
-            self.num_threads = num_threads
-            self.follow_spinning()
+            if num_threads not in self._teams:
+                team = self._library.stoop_start(num_threads)
+                self._library.stoop_spin(team, _spin_microseconds())
+                self._teams[num_threads] = team
+            return self._teams[num_threads]
 
     def follow_spinning(self) -> None:
-        if self.team is not None:
-            self._library.stoop_spin(self.team, SPIN_MICROSECONDS if _spins else 0)
+        for team in list(self._teams.values()):
+            self._library.stoop_spin(team, _spin_microseconds())
 
-    def forget_team(self) -> None:
+    def forget_teams(self) -> None:
         """In a forked child, which has none of its parent's threads."""
         self._lock = threading.Lock()
-        self.team, num_threads = None, self.num_threads
-        self.num_threads = 0
-        self.start(num_threads)
+        self._teams = {}
 
 
 _lock = threading.Lock()
 _native: Native | None = None
 _problem: str | None = None  # why there is no library
 _spins = False
+
+
+def _spin_microseconds() -> int:
+    return SPIN_MICROSECONDS if _spins else 0
 
 
 def spin_between_calls(wanted: bool) -> None:
@@ -238,9 +241,9 @@ def find_native(report: Report | None = None) -> Native | None:
     with _lock:
         if _native is None and _problem is None:
             try:
-                _native = Native(load(build(report)))
-                os.register_at_fork(after_in_child=_native.forget_team)
-                log.info("CPU kernels: %s, %d threads", _native.isa, _native.num_threads)
+                _native = Native(load(report))
+                os.register_at_fork(after_in_child=_native.forget_teams)
+                log.info("CPU kernels: %s, %d threads", _native.isa, torch.get_num_threads())
             except BuildError as error:
                 _problem = str(error)
     return _native

@@ -162,7 +162,9 @@ def prepare_draft_prefill(
     out: PrefillTensors,
     position_limit: int,
 ) -> None:
-    inputs = (_tensors(slots), _tensors(rows), _tensors(step))
+    # Not all of `step`: the sanitizer takes what an operation is given as read.
+    read = [step.positions, step.slot_mapping, step.context_lens, step.samples, step.row_slots]
+    inputs = (_tensors(slots), _tensors(rows), read)
     _prepare_draft_prefill(*inputs, _tensors(out), position_limit)
 
 
@@ -177,7 +179,10 @@ def _prepare_draft_prefill(
     out: list[Tensor],
     position_limit: int,
 ) -> None:
-    a, b, c = _slots(slots), _rows(rows), _step(step)
+    a, b = _slots(slots), _rows(rows)
+    names = ("positions", "slot_mapping", "context_lens", "samples", "row_slots")
+    addresses = {name: each.data_ptr() for name, each in zip(names, step, strict=True)}
+    c = structs.Step(**addresses, max_tokens=step[0].shape[0])
     native().call.stoop_prepare_draft_prefill(
         addressof(a),
         addressof(b),

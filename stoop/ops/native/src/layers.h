@@ -211,9 +211,9 @@ inline void attend_vecs(const float* qkv, int64_t qkv_stride, const float* cache
     }
     for (int i = 0; i < count; i++) {
         float* to = out + (start + first + i) * out_stride + int64_t(head) * dim;
-        // A dead query, or one of padding: zeros
-        Vec factor = all(context + first + i < length && total[i] != 0.f ? 1.f / total[i] : 0.f);
-        for (int v = 0; v < VECS; v++) store(to + v * LANES, acc[i][v] * factor);
+        const bool live = context + first + i < length;  // the output of a dead query is zero
+        Vec factor = all(1.f / total[i]);
+        for (int v = 0; v < VECS; v++) store(to + v * LANES, live ? acc[i][v] * factor : zero());
     }
 }
 

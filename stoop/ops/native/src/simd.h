@@ -333,7 +333,7 @@ inline void store_int16(int16_t* p, const Vec& a) {
 
 #endif
 
-// e^x to about one unit in the last place; 0 below -87.
+// e^x to about one unit in the last place; a tiny number below -87.
 inline Vec exp(Vec x) {
     // The second operand of min and max wins if one is NaN, so NaN stays NaN.
     Vec clamped = max(all(-87.3f), min(all(88.f), x));

@@ -1,0 +1,135 @@
+"""Every instruction set computes the same: AVX2 as AVX-512 to the bit, others up to rounding.
+
+A library takes long to compile, so those of other instruction sets are tested if they are in the
+cache already, or with STOOP_TEST_ALL.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoop.ops.native import build as native_build
+from stoop.ops.native.library import Native
+from support.packed_models import EVERY_FORMAT, make_matrix
+
+EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
+ROOT = Path(__file__).parents[2]
+OTHERS = ("avx2", "generic")
+CODE = """
+import sys, torch
+from support.native_values import compute
+from stoop.ops.native.library import find_native
+torch.save((find_native().isa, compute()), sys.argv[1])
+"""
+
+
+def compute_in_child(isa: str, path: Path) -> list[torch.Tensor]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | {"STOOP_CPU_ISA": isa, "PYTHONPATH": paths}
+    environment |= {"STOOP_CACHE": str(native_build.cache_dir())}
+    subprocess.run([sys.executable, "-c", CODE, str(path)], env=environment, check=True)
+    found, values = torch.load(path)
+    assert found == isa
+    return values
+
+
+@pytest.mark.parametrize("isa", OTHERS)
+def test_other_instruction_sets_compute_the_same(
+    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str
+) -> None:
+    from support.native_values import compute
+
+    names = list(native_build.ISA_NEEDS)
+    if names.index(isa) <= names.index(native.isa):
+        pytest.skip(f"this processor's own instruction set is {native.isa}")
+    with monkeypatch.context() as patch:
+        patch.setenv("STOOP_CPU_ISA", isa)
+        if not EVERY and not native_build.library_path().is_file():
+            pytest.skip("compiled with STOOP_TEST_ALL=1")
+    theirs, ours = compute_in_child(isa, tmp_path / "values"), compute()
+    assert len(ours) == len(theirs) > 20
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if isa == "avx2":
+            assert torch.equal(a, b), number
+        else:  # products are rounded before they are added
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=str(number))
+
+
+# ---- mutants in C++: each costs a compilation ----
+
+MUTANTS = {
+    "the scale of the next group": (
+        "packed.h",
+        "Vec scale = load_scales<P>(scales);",
+        "Vec scale = load_scales<P>(scales + (g + 1 < num_groups ? step : 0));",
+    ),
+    "no minimum": (
+        "packed.h",
+        "out[i][t] = fma(low, all(sums[t * sums_stride + g]), out[i][t]);",
+        "out[i][t] = out[i][t];",
+    ),
+    "sums of the input before": (
+        "stoop_cpu.cpp",
+        "        sum_groups(row, to.width, to.sums_of(t));",
+        "        if (norm) sum_groups(row, to.width, to.sums_of(t));",
+    ),
+    "a window off by one": (
+        "layers.h",
+        "position - heads.window + 1",
+        "position - heads.window",
+    ),
+    "a key past the end": (
+        "layers.h",
+        "return std::min<int64_t>(context + first + i + 1, length); };",
+        "return std::min<int64_t>(context + first + i + 2, length); };",
+    ),
+}
+CHOSEN = list(MUTANTS) if EVERY else []
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_change_what_is_there(name: str) -> None:
+    """A mutant whose line is gone would prove nothing."""
+    file, before, _ = MUTANTS[name]
+    assert (native_build.SOURCES / file).read_text().count(before) == 1
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_mutants_are_noticed(name: str, tmp_path: Path) -> None:
+    """The tests of this folder fail with them."""
+    import shutil
+
+    file, before, after = MUTANTS[name]
+    copy = tmp_path / "stoop"
+    shutil.copytree(native_build.SOURCES.parents[2], copy)
+    source = copy / "ops/native/src" / file
+    source.write_text(source.read_text().replace(before, after))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests")]),
+        "STOOP_CACHE": str(tmp_path / "cache"),
+    }
+    environment.pop("STOOP_TEST_ALL")
+    here = Path(__file__).parent
+    tests = [str(here / f"test_{each}.py") for each in ("products", "attention", "engines")]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *tests]
+    # Not from the repository's root, whose package would be found first
+    done = subprocess.run(
+        [*command, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr  # of failures, not of a crash
+    assert "FAILED" in done.stdout
+
+
+def test_formats_are_all_computed(native: Native) -> None:
+    from support.native_values import compute
+
+    values = compute()
+    assert len(values) >= 3 * len(EVERY_FORMAT)
+    assert all(bool(value.isfinite().all()) and value.any() for value in values)
+    matrix = make_matrix(EVERY_FORMAT[0], 32, 256)
+    assert torch.equal(values[0], matrix.scheme.dequantize(matrix.weight))
