@@ -82,7 +82,7 @@ def test_packed_tokens_equal_dense_ones(files: dict[str, Path], name: str) -> No
     ours, theirs = run(llm), run(dense)
     assert ours.token_ids == theirs.token_ids
     for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-3)
+        np.testing.assert_allclose(a, b, atol=1e-2)
     assert llm.metrics()["num_preemptions"] > 0
 
 

@@ -64,18 +64,23 @@ def test_other_instruction_sets_compute_the_same(
 MUTANTS = {
     "the scale of the next group": (
         "packed.h",
-        "Vec scale = load_scales<P>(scales);",
-        "Vec scale = load_scales<P>(scales + (g + 1 < num_groups ? step : 0));",
+        "Vec scale = load_scales<P>(numbers);",
+        "Vec scale = load_scales<P>(numbers + (g + 1 < num_groups ? step : 0));",
     ),
     "no minimum": (
         "packed.h",
-        "out[i][t] = fma(low, all(sums[t * sums_stride + g]), out[i][t]);",
+        "out[i][t] = fma(low, all(sums[t * num_sums + g]), out[i][t]);",
         "out[i][t] = out[i][t];",
     ),
-    "sums of the input before": (
+    "the input before": (
         "stoop_cpu.cpp",
-        "        sum_groups(row, to.width, to.sums_of(t));",
-        "        if (norm) sum_groups(row, to.width, to.sums_of(t));",
+        "        to.round(t);",
+        "        if (norm) to.round(t);",
+    ),
+    "the scale of the inputs before": (
+        "packed.h",
+        "const int place = g * P::group / INPUT_GROUP;",
+        "const int place = g ? (g - 1) * P::group / INPUT_GROUP : 0;",
     ),
     "a window off by one": (
         "layers.h",
