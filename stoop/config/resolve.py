@@ -37,6 +37,7 @@ from stoop.config.values import is_number, is_whole, shown
 log = logging.getLogger(__name__)
 
 MAX_RUN_AHEAD = 8
+MAX_THREADS = 1024
 _BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, FP8: 8}
 _FEW_BITS = re.compile(r"(nv|mx)?(fp|float)[48]", re.IGNORECASE)
 MIN_KV_BLOCKS = 2  # the null block and one to use
@@ -168,7 +169,12 @@ def _device(options: EngineOptions, model: ModelSpec, device: str) -> DeviceConf
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype} is wider than dtype={dtype}: use auto or a narrower one"
         )
-    return DeviceConfig(device, dtype, weight_dtype, kv_dtype)
+    threads = options.num_threads
+    if threads is not None:
+        _integer("num_threads", threads, least=1, most=MAX_THREADS)
+        if device != "cpu":
+            raise ConfigError(f"num_threads={threads} is for CPUs, and the device is {device}")
+    return DeviceConfig(device, dtype, weight_dtype, kv_dtype, num_threads=threads)
 
 
 def _cache(options: EngineOptions, zero_new_blocks: bool) -> CacheConfig:

@@ -91,6 +91,7 @@ class DeviceConfig:
     weight_dtype: str  # of matrices in memory
     kv_dtype: str  # of the KV cache
     packed: bool = False  # quantised matrices stay quantised, others of a draft head get 8 bits
+    num_threads: int | None = None  # on a CPU; None: as torch has set it
 
     @staticmethod
     def of(device: str, dtype: str) -> "DeviceConfig":
@@ -185,6 +186,13 @@ class EngineOptions:
         metadata={
             "help": "dtype of computation: auto (the checkpoint's), float64, float32, bfloat16 or "
             "float16"
+        },
+    )
+    num_threads: int | None = field(
+        default=None,
+        metadata={
+            "help": "CPU threads of this process; default: torch's choice (OMP_NUM_THREADS, else "
+            "one for each core)"
         },
     )
     weight_dtype: str = field(

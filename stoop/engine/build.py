@@ -48,7 +48,9 @@ class CoreBuilder:
         # Refuse before a drafter is read.
         settled = resolve(options, self._model, str(self.folder), self._device, packed=self._packed)
         log_ignored(options, settled)
-        self._choice = choose_drafter(options, self._model, self.folder, self._device, report)
+        self._choice = choose_drafter(
+            options, self._model, self.folder, self._device, report, self._packed
+        )
 
     @property
     def tokenizer_folder(self) -> Path | None:

@@ -53,9 +53,14 @@ def expand_auto(given: Any, model: str, device: str) -> Any:
 
 
 def choose_drafter(
-    options: EngineOptions, model: ModelSpec, target: Path, device: str, report: Report | None
+    options: EngineOptions,
+    model: ModelSpec,
+    target: Path,
+    device: str,
+    report: Report | None,
+    packed: bool = False,
 ) -> DrafterChoice:
-    """target: the model's folder"""
+    """target: the model's folder; packed: its weights stay quantised"""
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
         if asked is not None and asked.model is None and needs_head(asked):
@@ -67,7 +72,7 @@ def choose_drafter(
     num_drafts, note, store, known = GPU_DRAFTS, "the head that ships with stoop", None, False
     lengths = acceptance_lengths(folder)
     if device == "cpu":
-        store = CostStore(options, model, folder)
+        store = CostStore(options, model, folder, packed)
         costs = store.load()
         known = costs is not None and not costs.busy  # other programs distort what steps cost
         num_drafts, why = _cpu_drafts(costs if known else None, lengths)

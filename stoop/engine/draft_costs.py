@@ -46,9 +46,12 @@ class DraftCosts:
 class CostStore:
     """A small JSON file in the cache folder. If it cannot be read or written, nothing is kept."""
 
-    def __init__(self, options: EngineOptions, model: ModelSpec, head: Path) -> None:
+    def __init__(
+        self, options: EngineOptions, model: ModelSpec, head: Path, packed: bool = False
+    ) -> None:
+        """packed: weights stay quantised, which makes plain steps much faster"""
         self.path = cache_dir() / STORE
-        self.key = _key(options, model, head)
+        self.key = _key(options, model, head) + ("|packed" if packed else "")
 
     def load(self) -> DraftCosts | None:
         try:

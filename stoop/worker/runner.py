@@ -95,6 +95,8 @@ class ModelRunner:
         self.config = config
         self.device = torch.device(config.device.device)
         self.block_size = config.cache.block_size
+        if config.device.num_threads is not None:
+            torch.set_num_threads(config.device.num_threads)
         prepare_device(config.device.device, config.device.dtype)
         if self.device.type == "cuda":
             follow_measured_products(self.device)
