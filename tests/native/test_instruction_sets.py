@@ -74,8 +74,8 @@ MUTANTS = {
     ),
     "the input before": (
         "stoop_cpu.cpp",
-        "        to.round(t);",
-        "        if (norm) to.round(t);",
+        "        to.round(t, 0, to.width);",
+        "        if (norm) to.round(t, 0, to.width);",
     ),
     "the scale of the inputs before": (
         "packed.h",

@@ -81,9 +81,11 @@ struct Tokens {
     }
 };
 
-// Round a row of inputs to 16 bits. NaN and infinity make the scale, and so the products, NaN.
-inline void round_inputs(const float* x, int64_t width, int16_t* codes, float* scales, float* sums) {
-    for (int64_t k = 0; k < width; k += INPUT_GROUP) {
+// Round inputs [begin, end) of a row to 16 bits. NaN and infinity make the scale, and so the products,
+// NaN.
+inline void round_inputs(const float* x, int64_t width, int64_t begin, int64_t end, int16_t* codes, float* scales,
+                         float* sums) {
+    for (int64_t k = begin; k < end; k += INPUT_GROUP) {
         Vec a = load(x + k), b = load(x + k + LANES);
         float first = sum(a), second = sum(b);
         sums[k / 32] = first + second;

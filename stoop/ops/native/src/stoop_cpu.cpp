@@ -81,9 +81,10 @@ struct Inputs {
         for (float** each : {&rows, &codes, &scales, &sums}) *each = scratch.at(*each);
     }
     Tokens tokens() const { return {reinterpret_cast<const int16_t*>(codes), scales, sums, width}; }
-    void round(int64_t token) const {
+    // Columns [begin, end) of a row: whole groups
+    void round(int64_t token, int64_t begin, int64_t end) const {
         Tokens to = tokens();
-        round_inputs(rows + token * width, width, reinterpret_cast<int16_t*>(codes) + token * width,
+        round_inputs(rows + token * width, width, begin, end, reinterpret_cast<int16_t*>(codes) + token * width,
                      scales + token * to.num_scales(), sums + token * to.num_sums());
     }
 };
@@ -102,7 +103,7 @@ void fill_normed(const float* x, int64_t stride, const float* norm, float eps, i
         float* row = to.rows + t * to.width;
         if (norm) rms_norm(x + t * stride, norm, eps, to.width, row);
         else if (row != x + t * stride) std::memcpy(row, x + t * stride, size_t(to.width) * 4);
-        to.round(t);
+        to.round(t, 0, to.width);
     });
 }
 
@@ -126,27 +127,34 @@ void multiply_into(const Matrix& m, const float* bias, const Inputs& in, int64_t
     team.barrier();
 }
 
-// silu(gate) * up, where the first half of the outputs is gate
+// silu(gate) * up, where the first half of the outputs is gate. A thread rounds what it has computed,
+// if the results are the inputs of another product.
 void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_t num_tokens, float* out, int64_t stride,
-                    int thread, Team& team) {
-    const int half = m.num_outputs / 2 / LANES;
+                    const Inputs* next, int thread, Team& team) {
+    const int half = m.num_outputs / 2 / LANES, at_once = next ? INPUT_GROUP / LANES : 1;
     Matrix gate = m, up = m;
     gate.num_outputs = up.num_outputs = m.num_outputs / 2;
     up.data += int64_t(half) * m.tile_bytes;
-    Share share(gate, thread, team);
-    product(gate, share.begin, share.end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    const int begin = first_share(half / at_once, thread, team.size()) * at_once;
+    const int end = first_share(half / at_once, thread + 1, team.size()) * at_once;
+    product(gate, begin, end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
         store(out + t * stride + LANES * tile, silu(biased(value, bias, tile)));
     });
-    product(up, share.begin, share.end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    product(up, begin, end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
         float* to = out + t * stride + LANES * tile;
         store(to, load(to) * biased(value, bias, half + tile));
     });
+    if (next)
+        for (int64_t t = 0; t < num_tokens; t++) next->round(t, LANES * begin, LANES * end);
     team.barrier();
 }
 
-void attend(const AttentionCall& call, int thread, Team& team) {
+// next: the inputs of the product that follows, whose rows are the output; a thread rounds what it has
+// computed. Null: nothing is rounded.
+void attend(const AttentionCall& call, const Inputs* next, int thread, Team& team) {
     const Batch& batch = call.batch;
     const int num_heads = call.heads.num_heads;
+    const int64_t dim = call.heads.head_dim;
     // Items in order of rows, blocks of queries, heads; a thread takes a run of them.
     int64_t num_blocks = 0;
     for (int64_t row = 0; row < batch.num_reqs; row++)
@@ -160,13 +168,20 @@ void attend(const AttentionCall& call, int thread, Team& team) {
             for (int head = 0; head < num_heads; head++, item++) {
                 // Blocks of a long prompt take longer the later they are, so they are dealt out.
                 bool mine = few ? item >= begin && item < end : (item / num_heads) % team.size() == thread;
-                if (mine) call.run(row, head, first, std::min<int64_t>(first + QUERY_BLOCK, count));
+                if (!mine) continue;
+                int64_t last = std::min<int64_t>(first + QUERY_BLOCK, count);
+                call.run(row, head, first, last);
+                if (next)
+                    for (int64_t t = first; t < last; t++)
+                        next->round(batch.query_start_loc[row] + t, head * dim, (head + 1) * dim);
             }
     }
     if (thread == 0) {
         int64_t live = batch.query_start_loc[batch.num_reqs];
         if (live < batch.num_tokens)
             std::memset(call.out + live * call.out_stride, 0, size_t((batch.num_tokens - live) * call.out_stride) * 4);
+        if (next)
+            for (int64_t t = live; t < batch.num_tokens; t++) next->round(t, 0, next->width);
     }
 }
 
@@ -196,13 +211,16 @@ void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) 
         rotate_and_store(run.qkv + t * width, t, batch, layer.heads, run.stack.rotary, layer.head_norms, layer.cache,
                          layer.cache_part);
     });
-    attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, run.attended.rows, q_size}, thread, team);
+    // A group of inputs must lie in one head for the thread that computes it to round it.
+    const bool rounds = layer.heads.head_dim % INPUT_GROUP == 0;
+    attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, run.attended.rows, q_size},
+           rounds ? &run.attended : nullptr, thread, team);
     team.barrier();
-    fill_normed(run.attended.rows, q_size, nullptr, 0.f, num_tokens, run.attended, thread, team);
+    if (!rounds) fill_normed(run.attended.rows, q_size, nullptr, 0.f, num_tokens, run.attended, thread, team);
     multiply_into(layer.o, layer.o_bias, run.attended, num_tokens, run.stream, hidden, true, thread, team);
     fill_normed(run.stream, hidden, layer.post_norm, layer.eps, num_tokens, run.normed, thread, team);
-    multiply_gated(layer.gate_up, layer.gate_up_bias, run.normed, num_tokens, run.gated.rows, run.gated.width, thread, team);
-    fill_normed(run.gated.rows, run.gated.width, nullptr, 0.f, num_tokens, run.gated, thread, team);
+    multiply_gated(layer.gate_up, layer.gate_up_bias, run.normed, num_tokens, run.gated.rows, run.gated.width, &run.gated,
+                   thread, team);
     multiply_into(layer.down, layer.down_bias, run.gated, num_tokens, run.stream, hidden, true, thread, team);
 }
 
@@ -290,7 +308,8 @@ void stoop_product(void* handle, const Matrix* matrix, const float* bias, const 
             auto& run = *static_cast<ProductRun*>(argument);
             fill_normed(run.x, run.x_stride, run.norm, run.eps, run.num_tokens, run.inputs, thread, team);
             if (run.kind == 2)
-                multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, thread, team);
+                multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, nullptr, thread,
+                               team);
             else
                 multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, run.kind == 1,
                               thread, team);
@@ -304,7 +323,7 @@ void stoop_attend(void* handle, const Batch* batch, const Heads* heads, const fl
     auto& engine = *static_cast<Engine*>(handle);
     std::lock_guard<std::mutex> lock(engine.in_use);
     AttentionCall call{q, q_stride, cache, cache_part, *batch, *heads, out, int64_t(heads->num_heads) * heads->head_dim};
-    engine.team.run([](void* argument, int thread, Team& team) { attend(*static_cast<AttentionCall*>(argument), thread, team); },
+    engine.team.run([](void* argument, int thread, Team& team) { attend(*static_cast<AttentionCall*>(argument), nullptr, thread, team); },
                     &call);
 }
 
