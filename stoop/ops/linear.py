@@ -1,7 +1,7 @@
 """GEMMs, and what is fused with them in a decoder layer.
 
 Each takes a `Weight`, whose scheme does the work: see ops/weight.py for the protocol, and
-ops/dense.py for the only scheme so far.
+ops/dense.py and ops/packed.py for the schemes.
 """
 
 from torch import Tensor
