@@ -158,7 +158,7 @@ class CpuReport:
         return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
 
     def ratios(self, result: EngineResult) -> tuple[float, float] | None:
-        """Decoding and prefill speed relative to llama.cpp's, from rounds that nobody disturbed.
+        """Decoding and prefill speed relative to llama.cpp's, from undisturbed rounds.
 
         On busy cores engines slow down by very different factors, so other rounds say nothing.
         """

@@ -30,7 +30,7 @@ class Silence:
         self._heard = True
 
     def look(self, at_least: float = 0.0) -> bool:
-        """Whether the silence has lasted too long. If so, it begins anew.
+        """Whether the silence has lasted too long. If so, counting starts over.
 
         at_least: seconds that are not too long, whatever the limit
         """

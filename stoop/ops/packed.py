@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stoop.core.quantized import QuantizedRows
 from stoop.ops.native import calls
-from stoop.ops.native.library import GATED, STORE, find_native
+from stoop.ops.native.library import find_native
 from stoop.ops.norm import rms_norm, silu_and_mul
 from stoop.ops.weight import Scheme, Weight
 
@@ -192,8 +192,7 @@ class Packed(Scheme):
             return self._reference(x, weight, bias, norm, eps, gated)
         num_outputs = self.shape(weight)[0] // (2 if gated else 1)
         out = x.new_empty(x.shape[0], num_outputs)
-        kind = GATED if gated else STORE
-        calls.packed_product(x, weight.data, bias, norm, eps, self.number, kind, out)
+        calls.packed_product(x, weight.data, bias, norm, eps, self.number, gated, out)
         return out
 
     def _reference(

@@ -242,7 +242,7 @@ def test_two_engines_in_two_threads(file: Path) -> None:
 
 
 def test_weights_that_were_mapped_are_not_changed(file: Path) -> None:
-    """An engine that runs keeps its weights when the model is removed, or made anew."""
+    """An engine that runs keeps its weights when the model is removed or converted again."""
     start(file)
     llm = start(file)
     expected = answer(llm)

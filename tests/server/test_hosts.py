@@ -43,13 +43,15 @@ def test_names_of_this_machine(host):
 )
 def test_names_that_only_look_like_it(host):
     app, _ = make_server()
-    refusal(post(app, CHAT, ASK, headers={"host": host}), 403)
+    error = refusal(post(app, CHAT, ASK, headers={"host": host}), 403)
+    assert error["code"] == "host_not_allowed"
 
 
 @pytest.mark.parametrize("host", ["localhost", "::1", "127.0.0.1"])
 def test_every_loopback_address_is_guarded(host):
     app, _ = make_server(host=host)
-    refusal(call(app, "GET", "/health", headers=EVIL), 403)
+    error = refusal(call(app, "GET", "/health", headers=EVIL), 403)
+    assert error["code"] == "host_not_allowed"
 
 
 def test_more_names():

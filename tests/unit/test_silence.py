@@ -28,7 +28,7 @@ def test_it_is_told_once_the_limit_is_reached() -> None:
     silence, clock = make(10.0)
     assert silence.interval == 1.0
     assert looks_until_told(silence, clock) == 11  # the first one begins it
-    assert looks_until_told(silence, clock) == 10  # it begins anew
+    assert looks_until_told(silence, clock) == 10  # counting starts over
 
 
 def test_a_sign_of_life_ends_it() -> None:

@@ -28,7 +28,7 @@ def as_matrix(data: Tensor, number: int, num_inputs: int) -> Matrix:
 
 @register(
     "packed_product(Tensor x, Tensor data, Tensor? bias, Tensor? norm, float eps, int format, "
-    "int kind, Tensor(a!) out) -> ()"
+    "bool gated, Tensor(a!) out) -> ()"
 )
 def packed_product(
     x: Tensor,
@@ -37,10 +37,13 @@ def packed_product(
     norm: Tensor | None,
     eps: float,
     format: int,
-    kind: int,
+    gated: bool,
     out: Tensor,
 ) -> None:
-    """x @ matrix.T + bias, of rms_norm(x) if there is a norm; gated as `kind` says."""
+    """x @ matrix.T + bias, of rms_norm(x) if there is a norm.
+
+    gated: silu of the first half of the outputs, times the second half
+    """
     library = native()
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -56,7 +59,7 @@ def packed_product(
         x.shape[0],
         out.data_ptr(),
         out.stride(0),
-        kind,
+        gated,
     )
 
 

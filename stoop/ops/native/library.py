@@ -20,8 +20,7 @@ from stoop.ops.native.build import BuildError, load
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
-STORE, GATED = 0, 2  # what a product does with its results
+VERSION = 4
 # How long idle threads spin for the next call before they sleep: about the host's part of a step.
 SPIN_MICROSECONDS = 3000
 
@@ -226,7 +225,7 @@ def _spin_microseconds() -> int:
 
 
 def spin_between_calls(wanted: bool) -> None:
-    """Whether threads spin while they wait for the next call: on cores that nobody else needs."""
+    """Whether threads spin while they wait for the next call: on otherwise idle cores."""
     global _spins
     _spins = wanted
     if _native is not None:

@@ -2,7 +2,7 @@
 //
 // Threads spin while a function runs. Between functions they spin for a settable time, then sleep.
 // Where cores are shared with other programs, spinning keeps the awaited thread from running, so a
-// waiting thread yields its core after a while, and sleeps after a longer one.
+// thread at a barrier yields its core after a while.
 #pragma once
 
 #include <atomic>
@@ -72,10 +72,6 @@ public:
         }
     }
 
-    // Shares of work that threads take one after the other; reset by `begin_items` before a barrier
-    int next_item() { return item_.fetch_add(1, std::memory_order_relaxed); }
-    void begin_items() { item_.store(0, std::memory_order_relaxed); }
-
 private:
     static constexpr int SPINS = 4000;
 
@@ -122,5 +118,4 @@ private:
     std::atomic<int> sleeping_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
-    alignas(64) std::atomic<int> item_{0};
 };

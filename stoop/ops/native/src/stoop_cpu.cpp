@@ -234,7 +234,7 @@ struct ProductRun {
     int64_t num_tokens;
     float* out;
     int64_t out_stride;
-    int32_t kind;  // 0: store, 1: add to `out`, 2: gated
+    bool gated;
     Inputs inputs;
 };
 
@@ -243,7 +243,7 @@ struct ProductRun {
 extern "C" {
 
 // Changes whenever a structure or a signature below does.
-int stoop_version() { return 3; }
+int stoop_version() { return 4; }
 
 const char* stoop_isa() {
 #if STOOP_AVX512
@@ -256,10 +256,9 @@ const char* stoop_isa() {
 }
 
 void* stoop_start(int num_threads) { return new Engine(num_threads); }
-void stoop_stop(void* engine) { delete static_cast<Engine*>(engine); }
-int stoop_num_threads(void* engine) { return static_cast<Engine*>(engine)->team.size(); }
 void stoop_spin(void* engine, int microseconds) { static_cast<Engine*>(engine)->team.set_spin(microseconds); }
 
+// So that tests compare the layout with that of ops/packed.py
 int64_t stoop_group_bytes(int format) {
     int64_t bytes = 0;
     with_format(format, [&](auto traits) { bytes = group_bytes<decltype(traits)>(); });
@@ -295,11 +294,11 @@ void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* s
 
 // x @ matrix.T + bias, of rms_norm(x) if there is a norm
 void stoop_product(void* handle, const Matrix* matrix, const float* bias, const float* x, int64_t x_stride,
-                   const float* norm, float eps, int64_t num_tokens, float* out, int64_t out_stride, int kind) {
+                   const float* norm, float eps, int64_t num_tokens, float* out, int64_t out_stride, int gated) {
     auto& engine = *static_cast<Engine*>(handle);
     std::lock_guard<std::mutex> lock(engine.in_use);
     engine.scratch.restart();
-    ProductRun run{*matrix, bias, x, x_stride, norm, eps, num_tokens, out, out_stride, kind,
+    ProductRun run{*matrix, bias, x, x_stride, norm, eps, num_tokens, out, out_stride, gated != 0,
                    Inputs::take(engine.scratch, num_tokens, matrix->num_inputs)};
     engine.scratch.place();
     run.inputs.place(engine.scratch);
@@ -307,11 +306,11 @@ void stoop_product(void* handle, const Matrix* matrix, const float* bias, const 
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<ProductRun*>(argument);
             fill_normed(run.x, run.x_stride, run.norm, run.eps, run.num_tokens, run.inputs, thread, team);
-            if (run.kind == 2)
+            if (run.gated)
                 multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, nullptr, thread,
                                team);
             else
-                multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, run.kind == 1,
+                multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, false,
                               thread, team);
         },
         &run);
