@@ -78,21 +78,24 @@ def _yarn(spec: RopeSpec, base: Tensor, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin by position, computed once on the device and shared by all layers."""
+    """cos and sin by position, computed once on the device and shared by all layers.
+
+    rotary_dim: the dimensions of a head that are rotated, the first ones: all, some or none
+    """
 
     def __init__(
         self,
         spec: RopeSpec,
-        head_dim: int,
+        rotary_dim: int,
         num_positions: int,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        frequencies = inverse_frequencies(spec, head_dim)
+        frequencies = inverse_frequencies(spec, rotary_dim)
         angles = torch.arange(num_positions).float()[:, None] * frequencies[None, :]
         table = torch.stack((angles.cos(), angles.sin())) * spec.attention_factor
-        self.table = table.to(device=device, dtype=dtype)  # [2, num_positions, head_dim / 2]
+        self.table = table.to(device=device, dtype=dtype)  # [2, num_positions, rotary_dim / 2]
 
     def at(self, positions: Tensor) -> Rotation:
         """The rotation of [tokens] positions."""

@@ -4,7 +4,7 @@ A module lists its checkpoint tensors as views into its own, possibly fused, par
 copies each tensor straight into its view; nothing is concatenated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,13 @@ def vector_view(name: str, parameter: Tensor) -> WeightView:
 def prefixed(prefix: str, views: Iterator[WeightView]) -> Iterator[WeightView]:
     for view in views:
         yield view._replace(name=f"{prefix}.{view.name}")
+
+
+def renamed(names: Mapping[str, str], views: Iterator[WeightView]) -> Iterator[WeightView]:
+    """Views of some modules under the names that a family's checkpoints have for them."""
+    for view in views:
+        module, _, rest = view.name.partition(".")
+        yield view._replace(name=f"{names.get(module, module)}.{rest}")
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:

@@ -5,7 +5,7 @@ each, so one class serves them all. It knows nothing of requests, graphs or spec
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,6 +46,11 @@ class DecoderSpec(ModelSpec):
     mlp_bias: bool = False
     qk_norm: bool = False  # each head of q and k by itself
     windows: tuple[int | None, ...] = ()  # [num_layers] sliding window, None for full attention
+    rotary_dim: int | None = None  # dimensions of a head that are rotated; None for all
+
+    @property
+    def rotated(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 class MLP(nn.Module):
@@ -104,18 +109,19 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """A `Model` (models/base.py).
 
-    A family with other layers gives another `layer_class`. It is called with the spec and the
-    layer's window, and what it makes has `weight_views()` and the `forward` of `DecoderLayer`.
+    A family with other layers gives another `layer_class`, which is called with the spec and the
+    layer's window, or overrides `make_layers`. Layers have `weight_views()` and the `forward` of
+    `DecoderLayer`.
     """
 
     layer_class: Callable[[Any, int | None], nn.Module] = DecoderLayer
+    norm_name = "model.norm"  # of the last norm, in a checkpoint
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.spec = spec
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        windows = spec.windows or (None,) * spec.num_layers
-        self.layers = nn.ModuleList(self.layer_class(spec, window) for window in windows)
+        self.layers = nn.ModuleList(self.make_layers())
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = OutputHead(
             spec.vocab_size,
@@ -125,11 +131,15 @@ class DecoderModel(nn.Module):
         self.rotary: RotaryTable | None = None
         self.fused: FusedLayers | None = None
 
+    def make_layers(self) -> Iterable[nn.Module]:
+        windows = self.spec.windows or (None,) * self.spec.num_layers
+        return [self.layer_class(self.spec, window) for window in windows]
+
     def prepare(self, num_positions: int) -> None:
         """Build the rotary table on the weights' device; take the kernels that serve all layers."""
         self.rotary = RotaryTable(
             self.spec.rope,
-            self.spec.head_dim,
+            self.spec.rotated,
             num_positions,
             device=self.device,
             dtype=self.dtype,
@@ -199,7 +209,7 @@ class DecoderModel(nn.Module):
         for index, layer in enumerate(self.layers):
             views = cast(DecoderLayer, layer).weight_views()
             yield from prefixed(f"model.layers.{index}", views)
-        yield from prefixed("model.norm", self.norm.weight_views())
+        yield from prefixed(self.norm_name, self.norm.weight_views())
         yield from prefixed("lm_head", self.lm_head.weight_views())
 
     def is_derived(self, name: str) -> bool:

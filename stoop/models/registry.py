@@ -10,6 +10,7 @@ from stoop.config.schema import ModelSpec
 from stoop.config.values import MAX_SHOWN, shown
 from stoop.models.config_reader import eos_token_ids, read_json
 from stoop.models.family import Family
+from stoop.models.lfm2 import LFM2
 from stoop.models.llama import LLAMA
 from stoop.models.mistral import MISTRAL
 from stoop.models.qwen import QWEN2, QWEN3
@@ -31,7 +32,7 @@ def register_model(family: Family) -> None:
         register_layout(family.gguf)
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, LFM2):
     register_model(_family)
 
 

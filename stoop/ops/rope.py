@@ -17,12 +17,14 @@ from stoop.ops.norm import rms_norm
 class Rotation:
     """Positions of a pass's tokens, and the table of angles that rotate their heads."""
 
-    table: Tensor  # [2, num_positions, head_dim / 2]: cosines, then sines
+    # [2, num_positions, half]: cosines, then sines. The first 2 * half dimensions of a head are
+    # rotated: all of them, some, or none.
+    table: Tensor
     positions: Tensor  # [tokens] int64
 
     @functools.cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [tokens, 1, head_dim / 2]; looked up once for all layers."""
+        """Cosines and sines, each [tokens, 1, half]; looked up once for all layers."""
         cos, sin = self.table.index_select(1, self.positions)[:, :, None]
         return cos, sin
 
@@ -36,12 +38,16 @@ class HeadNorms(NamedTuple):
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim/2).
+    """Rotate pairs (i, i + half); dimensions from 2 * half on stay as they are.
 
-    x: [tokens, heads, head_dim], cos and sin: [tokens, 1, head_dim/2]
+    x: [tokens, heads, head_dim], cos and sin: [tokens, 1, half]
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return torch.cat(parts, dim=-1)
 
 
 def rotate(
@@ -75,7 +81,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache, and return the queries.
 
-    qkv: [tokens, heads + 2 * num_kv_heads, head_dim], contiguous
+    qkv: [tokens, heads + 2 * num_kv_heads, head_dim]; tokens may lie apart
     cache, slot_mapping: as in `store_kv`; scales: of a cache in fp8
     """
     q, k, v = rotate(qkv, num_kv_heads, rotation, norms)

@@ -1,0 +1,130 @@
+"""The state-space layer of Mamba-2, and norms that gate.
+
+For a head with state S [head_dim, state_size] and a token with input x, time step dt and the
+group's B and C:
+
+    S = decay * S + (dt * x) B^T;  y = S C + D * x
+
+The log has (decay, dt * x, B).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoop.ops.dispatch import op
+from stoop.ops.library import register
+from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows
+
+
+@dataclass(frozen=True)
+class MambaState:
+    """By slot, in float32 or better. Rows may lie far apart."""
+
+    matrix: Tensor  # [slots + 1, heads, head_dim, state_size]
+    input_log: Tensor  # [slots + 1, log_len, heads, head_dim]: dt * x
+    b_log: Tensor  # [slots + 1, log_len, groups, state_size]
+    decay_log: Tensor  # [slots + 1, log_len, heads]
+
+
+@dataclass(frozen=True)
+class MambaWeights:
+    a_log: Tensor  # [heads]
+    dt_bias: Tensor  # [heads]
+    d: Tensor  # [heads]
+    dt_min: float = 0.0  # limits of the time step
+    dt_max: float = float("inf")
+
+
+@op("xbc")
+def mamba(
+    xbc: Tensor, dt: Tensor, weights: MambaWeights, rows: RecurrentRows, state: MambaState
+) -> Tensor:
+    """Run the recurrence over a step's tokens.
+
+    xbc: [tokens, heads * head_dim + 2 * groups * state_size], contiguous, after convolution
+    dt: [tokens, heads], rows may lie apart; returns [tokens, heads * head_dim]
+    """
+    _, heads, head_dim, _ = state.matrix.shape
+    out = xbc.new_empty(xbc.shape[0], heads * head_dim)
+    limits = (weights.dt_min, weights.dt_max)
+    _mamba(
+        *(xbc, dt, weights.a_log, weights.dt_bias, weights.d, *limits),
+        *rows.tensors,
+        *(state.matrix, state.input_log, state.b_log, state.decay_log, out),
+    )
+    return out
+
+
+@register(
+    "mamba(Tensor xbc, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor d, float dt_min, "
+    "float dt_max, Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, Tensor slots, "
+    "Tensor pending, Tensor(a!) matrix, Tensor(b!) input_log, Tensor(c!) b_log, "
+    "Tensor(d!) decay_log, Tensor(e!) out) -> ()"
+)
+def _mamba(
+    xbc: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    d: Tensor,
+    dt_min: float,
+    dt_max: float,
+    *rest: Tensor,
+) -> None:
+    *rows, matrix, input_log, b_log, decay_log, out = rest
+    state = MambaState(matrix, input_log, b_log, decay_log)
+    _, heads, head_dim, size = matrix.shape
+    groups, dtype = b_log.shape[2], matrix.dtype
+    out.zero_()
+    for row in live_rows(rows, log_len=b_log.shape[1]):
+        sizes = (heads * head_dim, groups * size, groups * size)
+        x, b, c = (part.to(dtype) for part in xbc[row.tokens].split(sizes, dim=1))
+        x, b, c = x.unflatten(1, (heads, -1)), *(p.unflatten(1, (groups, -1)) for p in (b, c))
+        step = F.softplus(dt[row.tokens].to(dtype) + dt_bias.to(dtype)).clamp(dt_min, dt_max)
+        decay = torch.exp(-torch.exp(a_log.to(dtype)) * step)  # [tokens, heads]
+        y = _run(row, x * step[..., None], b, c, decay, state)
+        y = y + d.to(dtype)[:, None] * x
+        out[row.tokens] = y.flatten(1).to(out.dtype)
+
+
+def _run(
+    row: LiveRow, inputs: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: MambaState
+) -> Tensor:
+    """The recurrence of one row, token by token; returns [tokens, heads, head_dim]."""
+    slot, repeat = row.slot, inputs.shape[1] // b.shape[1]
+    wide_b, wide_c = (each.repeat_interleave(repeat, dim=1) for each in (b, c))
+    s = torch.zeros_like(state.matrix[slot])
+    if not row.fresh:
+        s = state.matrix[slot].clone()
+        logged = state.b_log[slot, : row.pending].repeat_interleave(repeat, dim=1)
+        for place in range(row.pending):
+            s = s * state.decay_log[slot, place, :, None, None]
+            s = s + state.input_log[slot, place][:, :, None] * logged[place][:, None]
+    if row.logs:
+        state.matrix[slot] = s
+        state.input_log[slot, : row.count] = inputs
+        state.b_log[slot, : row.count] = b
+        state.decay_log[slot, : row.count] = decay
+    out = torch.empty_like(inputs)
+    for place in range(row.count):
+        s = s * decay[place][:, None, None]
+        s = s + inputs[place][:, :, None] * wide_b[place][:, None]
+        out[place] = (s * wide_c[place][:, None]).sum(-1)
+    if not row.logs:
+        state.matrix[slot] = s
+    return out
+
+
+@op("x")
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
+    """RMSNorm of x * silu(gate), in groups of equal size, as Mamba-2 has it: the gate comes first.
+
+    x: [tokens, n], contiguous; gate: [tokens, n], rows may lie apart; weight: [n]
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    gated = (x.to(wide) * F.silu(gate.to(wide))).unflatten(1, (groups, -1))
+    normed = F.rms_norm(gated, (gated.shape[-1],), None, eps).flatten(1)
+    return (normed * weight.to(wide)).to(x.dtype)
