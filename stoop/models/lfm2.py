@@ -70,7 +70,7 @@ class Lfm2Layer(nn.Module):
 
 class Lfm2Model(HybridModel):
     spec: Lfm2Spec
-    norm_name = "model.embedding_norm"
+    norm_name = "embedding_norm"
 
     def make_layers(self) -> Iterable[nn.Module]:
         return [Lfm2Layer(self.spec, kind) for kind in self.spec.layer_types]

@@ -14,6 +14,7 @@ from stoop.models.lfm2 import LFM2
 from stoop.models.llama import LLAMA
 from stoop.models.mistral import MISTRAL
 from stoop.models.qwen import QWEN2, QWEN3
+from stoop.models.qwen3_5 import QWEN3_5, QWEN3_5_VISION
 
 _families: dict[str, Family] = {}  # by architecture
 
@@ -32,7 +33,7 @@ def register_model(family: Family) -> None:
         register_layout(family.gguf)
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, LFM2):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, LFM2, QWEN3_5, QWEN3_5_VISION):
     register_model(_family)
 
 
