@@ -106,12 +106,20 @@ class Attention(StatefulLayer):
 
         keep: the caller still needs the input stream, so it must not be overwritten
         """
+        out = self._attend(x, norm, rotation, ctx)
+        return self.o_proj.onto(out, stream, keep=keep, prefetch_weight=not self.gated)
+
+    def branch(self, x: Tensor, norm: RMSNorm, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """The output alone, for families that scale it."""
+        return self.o_proj(self._attend(x, norm, rotation, ctx))
+
+    def _attend(
+        self, x: Tensor, norm: RMSNorm | None, rotation: Rotation, ctx: ForwardContext
+    ) -> Tensor:
         shape = self.shape
         qkv = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
         qkv = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        out = ctx.run(self, qkv, rotation)
-        out = out.reshape(-1, self.q_size)
-        return self.o_proj.onto(out, stream, keep=keep, prefetch_weight=True)
+        return ctx.run(self, qkv, rotation).reshape(-1, self.q_size)
 
     def core(
         self, cache: Tensor, metadata: PagedMetadata, qkv: Tensor, rotation: Rotation
@@ -171,20 +179,13 @@ class GatedAttention(Attention):
 
     gated = True
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: RMSNorm | None,
-        stream: Tensor,
-        rotation: Rotation,
-        ctx: ForwardContext,
-        keep: bool = False,
+    def _attend(
+        self, x: Tensor, norm: RMSNorm | None, rotation: Rotation, ctx: ForwardContext
     ) -> Tensor:
         projected = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
         gate, qkv = projected[:, : self.q_size], projected[:, self.q_size :]
         out = ctx.run(self, qkv.unflatten(1, (-1, self.shape.head_dim)), rotation)
-        out = mul_sigmoid(out.reshape(-1, self.q_size), gate)
-        return self.o_proj.onto(out, stream, keep=keep)
+        return mul_sigmoid(out.reshape(-1, self.q_size), gate)
 
     def weight_views(self) -> Iterator[WeightView]:
         heads, head_dim = self.shape.num_heads, self.shape.head_dim
