@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 NULL_BLOCK = 0  # padded rows point at it; it is never handed out and never written
+SLOT_ALIGNMENT = 128  # bytes; every tensor of a slot starts at a multiple of it
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -32,6 +33,11 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def aligned_bytes(spec: TensorSpec) -> int:
+    """The bytes that a tensor takes in a slot."""
+    return -(-spec.num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,9 @@ class StateLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one request slot over all layers."""
+        """Bytes of one request slot over all layers: tensor after tensor, each aligned."""
         return sum(
-            spec.num_bytes
+            aligned_bytes(spec)
             for state in self.recurrent
             for spec in state.slot_tensors(self.query_len).values()
         )

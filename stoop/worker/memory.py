@@ -4,7 +4,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -12,7 +12,14 @@ from torch import Tensor
 
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.schema import Config
-from stoop.core.state import DTYPE_BYTES, NULL_BLOCK, PagedState, RecurrentState, StateLayout
+from stoop.core.state import (
+    DTYPE_BYTES,
+    NULL_BLOCK,
+    PagedState,
+    StateLayout,
+    TensorSpec,
+    aligned_bytes,
+)
 from stoop.layers.stateful import StatefulLayer, stateful_layers
 from stoop.models.base import Module, parameter_bytes
 from stoop.models.head_loader import describe_head
@@ -102,37 +109,48 @@ def _obtainable_bytes(config: Config) -> int:
     return min(machine, _cgroup_free_bytes() or machine)
 
 
-def allocate_states(
-    config: Config, layout: StateLayout, num_blocks: int, kept: Sequence[LayerState] = ()
-) -> list[LayerState]:
-    """Allocate each layer's state: a KV cache, or tensors indexed by slot.
+def allocate_slots(config: Config, layout: StateLayout) -> Tensor:
+    """Allocate the recurrent states of all layers: a row of bytes for each slot and the sink.
 
-    States in `kept` that do not depend on the number of blocks are reused. In a KV cache only the
-    null block is initialized, with zeros that never change. The other blocks are left
-    uninitialized: they are written before they are read, and a CPU allocates their pages only when
-    they are used. If new blocks must be zeros, all blocks start as zeros.
+    One row holds everything that a slot keeps, so that one copy saves or restores it.
     """
-    device = config.device.device
+    shape = (layout.num_slots + 1, layout.slot_bytes)
+    return torch.zeros(shape, dtype=torch.uint8, device=config.device.device)
+
+
+def allocate_states(
+    config: Config, layout: StateLayout, num_blocks: int, slots: Tensor
+) -> list[LayerState]:
+    """Allocate each layer's KV cache; tensors indexed by slot are views of `slots`.
+
+    In a KV cache only the null block is initialized, with zeros that never change. The other blocks
+    are left uninitialized: they are written before they are read, and a CPU allocates their pages
+    only when they are used. If new blocks must be zeros, all blocks start as zeros.
+
+    slots: from `allocate_slots`
+    """
     states: list[LayerState] = []
-    for index, state in enumerate(layout.states):
+    offset = 0
+    for state in layout.states:
         if isinstance(state, PagedState):
             spec = state.tensor(num_blocks, layout.block_size, layout.dtype)
-            cache = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            cache = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=slots.device)
             cache[:, slice(None) if config.cache.zero_new_blocks else NULL_BLOCK].zero_()
             states.append(cache)
-        elif kept:
-            states.append(kept[index])
-        else:
-            states.append(_slot_tensors(layout, state, device))
+            continue
+        tensors = {}
+        for name, spec in state.slot_tensors(layout.query_len).items():
+            tensors[name] = _slot_view(slots, spec, offset)
+            offset += aligned_bytes(spec)
+        states.append(tensors)
+    assert offset == slots.shape[1], (offset, slots.shape)
     return states
 
 
-def _slot_tensors(layout: StateLayout, state: RecurrentState, device: str) -> dict[str, Tensor]:
-    rows = layout.num_slots + 1  # plus the sink row
-    return {
-        name: torch.zeros((rows, *spec.shape), dtype=getattr(torch, spec.dtype), device=device)
-        for name, spec in state.slot_tensors(layout.query_len).items()
-    }
+def _slot_view(slots: Tensor, spec: TensorSpec, offset: int) -> Tensor:
+    """One tensor of every slot, from this offset of each row on."""
+    part = slots[:, offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
+    return part.view(slots.shape[0], *spec.shape)
 
 
 def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) -> int:

@@ -36,6 +36,7 @@ from stoop.spec.registry import make_speculator
 from stoop.worker.device import prepare_device
 from stoop.worker.executor import PhaseExecutor, Step
 from stoop.worker.memory import (
+    allocate_slots,
     allocate_states,
     check_room,
     count_kv_blocks,
@@ -151,7 +152,8 @@ class ModelRunner:
             query_len=schedule.query_len,
         )
         # A null block alone serves the dummy run that measures how much memory a step takes.
-        self.states = allocate_states(config, self.state_layout, num_blocks=1)
+        self.slot_rows = allocate_slots(config, self.state_layout)
+        self.states = allocate_states(config, self.state_layout, 1, self.slot_rows)
         parts = ModelStateSetup(
             layout=self.state_layout,
             states=self.states,
@@ -195,7 +197,7 @@ class ModelRunner:
         """KV gets the memory that weights, recurrent states and the largest step leave."""
         work = measure_work_bytes(self.target, self.executor, config)
         self.num_blocks = count_kv_blocks(config, self.state_layout, free_bytes(config, work))
-        self.states[:] = allocate_states(config, self.state_layout, self.num_blocks, self.states)
+        self.states[:] = allocate_states(config, self.state_layout, self.num_blocks, self.slot_rows)
 
     def declare_buffers(self) -> list[Buffer]:
         """Every persistent buffer that phases hand to each other."""
