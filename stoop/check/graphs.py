@@ -46,6 +46,32 @@ TINY_CONFIG = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "float64",
 }
+_HYBRID = TINY_CONFIG | {"num_hidden_layers": 4}
+# One for each kind of recurrent layer.
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    TINY: TINY_CONFIG,
+    "tiny-lfm2": _HYBRID
+    | {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [2], "block_multiple_of": 32},
+    "tiny-qwen3.5": _HYBRID
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "tiny-granite-h": _HYBRID
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "shared_intermediate_size": 96,
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
+}
 _TINY_HEAD = TINY_CONFIG | {"num_hidden_layers": 1}
 TINY_HEADS = {
     "eagle": _TINY_HEAD | {"architectures": ["LlamaForCausalLMEagle"]},
@@ -87,13 +113,13 @@ class Recorded:
 
 
 @contextmanager
-def tiny_model(engine: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a folder with the tiny model, and options with the path of the tiny head."""
+def tiny_model(name: str, engine: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a folder with a tiny model, and options with the path of the tiny head."""
     torch.set_num_threads(1)  # more threads only slow down such a small model
     spec = parse_speculation(engine.get("speculative_config"))
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+        (folder / "config.json").write_text(json.dumps(TINY_CONFIGS[name]))
         engine = {**engine, "load_format": "dummy"}
         if (
             engine.get("dtype", "auto") == "auto"

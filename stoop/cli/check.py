@@ -43,7 +43,8 @@ def check(
     model: Annotated[
         str,
         typer.Argument(
-            help="tiny (random weights), smollm2-135m, a folder, a GGUF file or a model id"
+            help="tiny, tiny-lfm2, tiny-qwen3.5, tiny-granite-h (random weights), smollm2-135m, a "
+            "folder, a GGUF file or a model id"
         ),
     ] = "tiny",
     modes: Annotated[
@@ -73,8 +74,8 @@ def check(
 ) -> None:
     """Check that every graph replay equals eager execution, bit for bit.
 
-    Runs with the sanitizer on. With a drafter (-sc), its phases are checked too; for the tiny
-    model, its head may be "tiny" as well. With --mutants, past bugs are put back into tiny engines
+    Runs with the sanitizer on. With a drafter (-sc), its phases are checked too; for a tiny model,
+    its head may be "tiny" as well. With --mutants, past bugs are put back into tiny engines
     instead, and each must be caught. The last line is JSON; the exit code is 1 if anything differs
     or a bug is missed.
     """
@@ -86,9 +87,9 @@ def check(
         raise ConfigError(f"--only {only!r} chooses among mutants: add --mutants")
     chosen_modes = choose_names("--modes", modes, GRAPH_MODES[1:])
     chosen_backends = choose_names("--backends", backends, backend_names()) if backends else None
-    from stoop.check.graphs import TINY, run_checks, tiny_model
+    from stoop.check.graphs import TINY_CONFIGS, run_checks, tiny_model
 
-    place = tiny_model(engine) if model == TINY else nullcontext((model, engine))
+    place = tiny_model(model, engine) if model in TINY_CONFIGS else nullcontext((model, engine))
     with place as (folder, options), StageProgress() as report:
         cases = list(run_checks(folder, chosen_modes, chosen_backends, options, report))
     if not as_json:

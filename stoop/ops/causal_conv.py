@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stoop.ops.dispatch import op
 from stoop.ops.library import register
-from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows
+from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows, silu
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Tensor) 
     *rows, window, log, out = rest
     out.zero_()
     for row in live_rows(rows, log_len=log.shape[1]):
-        out[row.tokens] = F.silu(_convolve(x[row.tokens], weight, bias, row, window, log))
+        out[row.tokens] = silu(_convolve(x[row.tokens], weight, bias, row, window, log))
 
 
 @register(f"gated_conv(Tensor bcx, Tensor weight, Tensor? bias, {_ROWS}, {_STATE}) -> ()")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoop.ops.dispatch import op
 from stoop.ops.library import register
-from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows
+from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows, sigmoid, silu, softplus
 
 L2_EPS = 1e-6  # of the norms of q and k, inside the root
 
@@ -94,11 +94,11 @@ def _delta_net(
         q, k, v = (part.to(dtype) for part in qkv[row.tokens].split(sizes, dim=1))
         q, k = (l2_norm(part.unflatten(1, (key_heads, key_dim))) for part in (q, k))
         q, v = q * key_dim**-0.5, v.unflatten(1, (value_heads, value_dim))
-        beta = torch.sigmoid(b[row.tokens].to(dtype))
+        beta = sigmoid(b[row.tokens].to(dtype))
         decay = decay_of(a[row.tokens], a_log, dt_bias, dtype)
         o = _run(row, q, k, v, beta, decay, state)
         normed = F.rms_norm(o, (value_dim,), norm.to(dtype), eps)
-        gate = F.silu(z[row.tokens].to(dtype)).view_as(normed)
+        gate = silu(z[row.tokens].to(dtype)).view_as(normed)
         out[row.tokens] = (normed * gate).flatten(1).to(out.dtype)
 
 
@@ -108,7 +108,7 @@ def l2_norm(x: Tensor) -> Tensor:
 
 def decay_of(a: Tensor, a_log: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(-exp(a_log) * softplus(a + dt_bias)): at most 1"""
-    rate = F.softplus(a.to(dtype) + dt_bias.to(dtype))
+    rate = softplus(a.to(dtype) + dt_bias.to(dtype))
     return torch.exp(-torch.exp(a_log.to(dtype)) * rate)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoop.ops.dispatch import op
 from stoop.ops.library import register
-from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows
+from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows, silu, softplus
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _mamba(
         sizes = (heads * head_dim, groups * size, groups * size)
         x, b, c = (part.to(dtype) for part in xbc[row.tokens].split(sizes, dim=1))
         x, b, c = x.unflatten(1, (heads, -1)), *(p.unflatten(1, (groups, -1)) for p in (b, c))
-        step = F.softplus(dt[row.tokens].to(dtype) + dt_bias.to(dtype)).clamp(dt_min, dt_max)
+        step = softplus(dt[row.tokens].to(dtype) + dt_bias.to(dtype)).clamp(dt_min, dt_max)
         decay = torch.exp(-torch.exp(a_log.to(dtype)) * step)  # [tokens, heads]
         y = _run(row, x * step[..., None], b, c, decay, state)
         y = y + d.to(dtype)[:, None] * x
@@ -125,6 +125,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int 
     x: [tokens, n], contiguous; gate: [tokens, n], rows may lie apart; weight: [n]
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    gated = (x.to(wide) * F.silu(gate.to(wide))).unflatten(1, (groups, -1))
+    gated = (x.to(wide) * silu(gate.to(wide))).unflatten(1, (groups, -1))
     normed = F.rms_norm(gated, (gated.shape[-1],), None, eps).flatten(1)
     return (normed * weight.to(wide)).to(x.dtype)

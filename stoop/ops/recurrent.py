@@ -22,6 +22,8 @@ from torch import Tensor
 from stoop.ops.dispatch import op
 from stoop.ops.inputs import RowTensors, SlotTensors, StepTensors
 
+SOFTPLUS_LINEAR = 20.0  # from here on softplus is its argument, as in torch
+
 
 @dataclass(frozen=True)
 class RecurrentRows:
@@ -77,6 +79,22 @@ def live_rows(tensors: Sequence[Tensor], log_len: int) -> Iterator[LiveRow]:
             fresh = contexts[row] == 0
             kept = 0 if fresh else waiting[slot]
             yield LiveRow(slot, starts[row], count, fresh, kept, logs)
+
+
+# torch's own sigmoid, silu and softplus compute the end of a tensor otherwise than the rest, so that
+# a token's last bits depend on how many there are. Those of these do not.
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.where(x > SOFTPLUS_LINEAR, x, torch.log1p(torch.exp(x)))
 
 
 @op("pending")

@@ -232,7 +232,7 @@ def tiny_engine(method: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize("method", [None, "eagle", "eagle3", "ngram"])
 @pytest.mark.usefixtures("_heads_of_64")
 def test_every_mode_equals_eager_under_the_sanitizer(method: str | None) -> None:
-    with check.tiny_model(tiny_engine(method)) as (folder, options):
+    with check.tiny_model(check.TINY, tiny_engine(method)) as (folder, options):
         runs = check.run_checks(folder, GRAPH_MODES[1:], ("flashinfer",), options, lambda *_: None)
         cases = list(runs)
     assert [failure for case in cases for failure in case.failures] == []
@@ -247,7 +247,7 @@ def test_scores_are_the_references(tmp_path: Path) -> None:
     prompts = [[(7 * n * n + 3 * n) % 256 for n in range(length)] for length in (150, 17, 33)]
     settings = {"max_model_len": 192, "max_num_batched_tokens": 64, "num_kv_blocks": 64}
     found = []
-    with check.tiny_model(tiny_engine(None)) as (folder, options):
+    with check.tiny_model(check.TINY, tiny_engine(None)) as (folder, options):
         for backend in ("reference", "flashinfer"):
             names = {"attention_backend": backend, "skip_tokenizer_init": True}
             llm = LLM(folder, max_num_seqs=4, **settings, **names, **options)
@@ -277,7 +277,7 @@ def test_nan_in_reused_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch, m
     settings = {"max_model_len": 192, "max_num_batched_tokens": 64, "num_kv_blocks": 16}
     names = {"attention_backend": "flashinfer", "skip_tokenizer_init": True, "graph_mode": mode}
     found = []
-    with check.tiny_model(tiny_engine("eagle3")) as (folder, options):
+    with check.tiny_model(check.TINY, tiny_engine("eagle3")) as (folder, options):
         for case in ("clean", "poisoned", "not zeroed"):
             if case == "not zeroed":
                 monkeypatch.setattr(Scheduler, "_blocks_to_zero", staticmethod(lambda plan: []))
@@ -296,7 +296,7 @@ def test_nan_in_reused_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.usefixtures("_heads_of_64")
 def test_a_replayed_step_waits_for_nobody(mode: str) -> None:
     """From the inputs to the last draft; the plan is made before."""
-    with check.tiny_model(tiny_engine("eagle3")) as (folder, options):
+    with check.tiny_model(check.TINY, tiny_engine("eagle3")) as (folder, options):
         settings = {"max_num_seqs": 4, "num_kv_blocks": 256, "max_model_len": 192}
         names = {"attention_backend": "flashinfer", "skip_tokenizer_init": True}
         llm = LLM(folder, graph_mode=mode, **settings, **names, **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoop import LLM, SamplingParams
-from stoop.check.graphs import TINY_CONFIG, run_checks, tiny_model
+from stoop.check.graphs import TINY, TINY_CONFIG, run_checks, tiny_model
 from stoop.config.resolve import GRAPH_MODES
 from stoop.graph.cuda import CudaGraphBackend
 from stoop.graph.descriptor import RunMode
@@ -105,7 +105,7 @@ def test_kernels_in_every_mode_equal_eager_under_the_sanitizer(method: str | Non
         engine["speculative_config"] = {"method": method, "num_speculative_tokens": 3}
     if method in ("eagle", "eagle3"):
         engine["speculative_config"]["model"] = "tiny"
-    with tiny_model(engine) as (folder, options):
+    with tiny_model(TINY, engine) as (folder, options):
         cases = list(run_checks(folder, GRAPH_MODES[1:], ("triton",), options, lambda *_: None))
     assert [failure for case in cases for failure in case.failures] == []
     assert [case.mode for case in cases] == list(GRAPH_MODES[1:])

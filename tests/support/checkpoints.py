@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -112,6 +114,18 @@ def _bamba(**changes: Any) -> Architecture:
     )
 
 
+def _qwen3_5(**changes: Any) -> Architecture:
+    sizes = {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    return Architecture(Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**sizes, **changes})
+
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 50000.0,
@@ -166,7 +180,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bamba-groups": _bamba(
         mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=2, attention_bias=True, mlp_bias=True
     ),
+    "qwen3.5": _qwen3_5(),
+    "qwen3.5-tied": _qwen3_5(
+        tie_word_embeddings=True,
+        attention_bias=True,
+        linear_num_key_heads=4,
+        linear_value_head_dim=32,
+        layer_types=["full_attention", *["linear_attention"] * 3],
+    ),
 }
+# One of each kind of recurrent layer.
+HYBRIDS = ("lfm2", "qwen3.5", "granite-hybrid")
 WINDOWED = ("mistral", "qwen2-window", "qwen3-window")
 
 
@@ -178,6 +202,8 @@ def make_model(name: str, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             _draw(key, parameter, generator, tied)
+            if "Qwen3_5" in type(model).__name__ and "norm" in key and "linear_attn" not in key:
+                parameter.sub_(1.0)  # these norms multiply by 1 + weight
     return model
 
 

@@ -1,0 +1,265 @@
+"""Bugs of other engines put back, and what catches each (docs/hybrid.md has the table)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoop import LLM, SamplingParams
+from stoop.core.state import RecurrentState
+from stoop.graph.sanitizer import SanitizerError
+from stoop.layers import recurrent
+from stoop.layers.norm import RMSNorm
+from stoop.model_state.mamba_hybrid import MambaHybridModelState
+from stoop.ops import causal_conv, delta_net, mamba
+from stoop.ops import recurrent as ops_recurrent
+from stoop.ops.delta_net import DeltaGates
+from support.checkpoints import HYBRIDS, VOCAB_SIZE, CheckpointStore
+from support.engines import generate_ids, make_llm
+from support.huggingface import HuggingFace
+from support.scripted import scripted, scripted_config
+
+Patch = pytest.MonkeyPatch
+NUM_TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+PROMPTS = [[number, *(11 * i * number % VOCAB_SIZE for i in range(1, n))]
+           for number, n in enumerate((1, 6, 9, 30, 41), start=1)]  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+    "block_size": 8,
+    "capture_sizes": "4,24",  # three requests or fewer are padded
+}
+
+
+def forget_the_reset(patch: Patch) -> None:
+    """A new holder of a slot has the accepted count of the last one, and believes it."""
+    patch.setattr(MambaHybridModelState, "admit", lambda self, staged, admission: None)
+    ignore_the_context(patch)
+
+
+def ignore_the_context(patch: Patch) -> None:
+    """A request without context starts from what its slot holds."""
+    real = ops_recurrent.live_rows
+
+    def stale(tensors: Any, log_len: int) -> Any:
+        pending = tensors[4].tolist()
+        for row in real(tensors, log_len):
+            yield replace(row, fresh=False, pending=pending[row.slot])
+
+    for module in (causal_conv, delta_net, mamba):
+        patch.setattr(module, "live_rows", stale)
+
+
+def keep_rejected_drafts(patch: Patch) -> None:
+    """All logged tokens count, accepted or not."""
+
+    def commit(self: MambaHybridModelState) -> None:
+        step = self.setup.buffers.step
+        lengths = (step.seq_lens - step.context_lens).long()
+        self.pending[step.row_slots] = torch.where(lengths <= self.log_len, lengths, 0)
+
+    patch.setattr(MambaHybridModelState, "commit", commit)
+
+
+def never_commit(patch: Patch) -> None:
+    patch.setattr(MambaHybridModelState, "commit", lambda self: None)
+
+
+def clamp_padding_to_slot_0(patch: Patch) -> None:
+    """The counter of padded rows is that of a live slot."""
+    commit = MambaHybridModelState.commit
+
+    def clamped(self: MambaHybridModelState) -> None:
+        commit(self)
+        padded = self.setup.buffers.rows.idx_mapping < 0
+        self.pending[0] = torch.where(padded.any(), 0, self.pending[0])
+
+    patch.setattr(MambaHybridModelState, "commit", clamped)
+
+
+def commit_chunks_as_steps(patch: Patch) -> None:
+    """After a chunk, which logs nothing, the log counts."""
+
+    def commit(self: MambaHybridModelState) -> None:
+        slots, step = self.setup.slots, self.setup.buffers.step
+        confirmed = slots.num_computed[step.row_slots] - step.context_lens
+        self.pending[step.row_slots] = confirmed.clamp(max=self.log_len)
+
+    patch.setattr(MambaHybridModelState, "commit", commit)
+
+
+def skip_the_window_log(patch: Patch) -> None:
+    """A window is shifted before the tokens that count are in it."""
+    convolve = causal_conv._convolve
+
+    def early(x: Any, weight: Any, bias: Any, row: Any, window: Any, log: Any) -> Any:
+        return convolve(x, weight, bias, replace(row, pending=0), window, log)
+
+    patch.setattr(causal_conv, "_convolve", early)
+
+
+def round_the_log(patch: Patch) -> None:
+    """Logs in bfloat16 (in float64 engines, the rounding alone is enough)."""
+    commit = MambaHybridModelState.commit
+
+    def rounded(self: MambaHybridModelState) -> None:
+        commit(self)
+        for state in self.setup.states:
+            for key, tensor in state.items() if isinstance(state, dict) else ():
+                if key.endswith("_log") and key != "window_log":
+                    tensor.copy_(tensor.bfloat16().to(tensor.dtype))
+
+    patch.setattr(MambaHybridModelState, "commit", rounded)
+
+
+def swap_a_and_b(patch: Patch) -> None:
+    patch.setattr(recurrent, "DeltaGates", lambda z, b, a: DeltaGates(z, a, b))
+
+
+def gate_before_the_norm(patch: Patch) -> None:
+    """Mamba-2's order in a delta net."""
+    run = delta_net._run
+
+    def ungated(*args: Any) -> Tensor:
+        return torch.nn.functional.silu(run(*args))
+
+    patch.setattr(delta_net, "_run", ungated)
+
+
+def norm_before_the_gate(patch: Patch) -> None:
+    """A delta net's order in Mamba-2."""
+
+    def swapped(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
+        normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        return normed * torch.nn.functional.silu(gate)
+
+    patch.setattr(recurrent, "gated_norm", swapped)
+
+
+def forget_the_offset(patch: Patch) -> None:
+    """Norms multiply by the weight instead of 1 + weight."""
+    views = RMSNorm.weight_views
+
+    def plain(self: RMSNorm) -> Any:
+        for view in views(self):
+            yield view._replace(offset=0.0)
+
+    patch.setattr(RMSNorm, "weight_views", plain)
+
+
+Case = tuple[str, Callable[[Patch], None], tuple[str, ...], str | None]
+# name, bug, families, the buffer that the sanitizer names (None: it sees no difference)
+MUTANTS: list[Case] = [
+    ("accepted count not reset", forget_the_reset, HYBRIDS, "hidden"),
+    ("stale state in a reused slot", ignore_the_context, HYBRIDS, "hidden"),
+    ("rejected drafts kept", keep_rejected_drafts, HYBRIDS, None),
+    ("nothing committed", never_commit, HYBRIDS, None),
+    ("padding clamped to slot 0", clamp_padding_to_slot_0, HYBRIDS, None),
+    ("a chunk counted as logged", commit_chunks_as_steps, HYBRIDS, None),
+    ("window shifted too early", skip_the_window_log, HYBRIDS, None),
+    ("log rounded to bfloat16", round_the_log, ("qwen3.5", "granite-hybrid"), None),
+    ("gates a and b swapped", swap_a_and_b, ("qwen3.5",), None),
+    ("gate before the norm", gate_before_the_norm, ("qwen3.5",), None),
+    ("norm before the gate", norm_before_the_gate, ("granite-hybrid",), None),
+    ("norms without 1 +", forget_the_offset, ("qwen3.5",), None),
+]
+CASES = [
+    pytest.param(name, bug, family, buffer, id=f"{name}-{family}")
+    for name, bug, families, buffer in MUTANTS
+    for family in families
+]
+
+
+class Answers:
+    """What transformers answers, by family, made once."""
+
+    def __init__(self, checkpoints: CheckpointStore) -> None:
+        self.checkpoints = checkpoints
+        self.known: dict[str, list[list[int]]] = {}
+
+    def get(self, family: str) -> tuple[Path, list[list[int]]]:
+        folder = self.checkpoints.get(family, dtype="float64")
+        if family not in self.known:
+            model = HuggingFace(folder, "float64")
+            self.known[family] = [model.greedy(p, NUM_TOKENS).token_ids for p in PROMPTS]
+        return folder, self.known[family]
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoints: CheckpointStore) -> Answers:
+    return Answers(checkpoints)
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    drafts = {"speculative_config": scripted_config(3)}
+    return make_llm(folder, **(SETTINGS | drafts | {"graph_mode": "step"} | options))
+
+
+def twice(llm: LLM) -> list[list[int]]:
+    """Alone, then together, so that slots are used again."""
+    alone = [generate_ids(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
+    return alone + generate_ids(llm, PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(("name", "bug", "family", "buffer"), CASES)
+def test_a_mutant_is_caught(
+    answers: Answers,
+    monkeypatch: Patch,
+    name: str,
+    bug: Callable[[Patch], None],
+    family: str,
+    buffer: str | None,
+) -> None:
+    folder, expected = answers.get(family)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    with scripted(texts, VOCAB_SIZE):
+        assert twice(make(folder)) == expected * 2, "healthy"
+        bug(monkeypatch)
+        assert twice(make(folder)) != expected * 2
+        if buffer is not None:
+            with pytest.raises(SanitizerError, match=f"`{buffer}`"):
+                twice(make(folder, sanitize=True))
+
+
+def test_the_sanitizer_names_state_that_a_graph_does_not_update(
+    answers: Answers, monkeypatch: Patch
+) -> None:
+    """The commit is left out of the graph alone."""
+    folder, expected = answers.get("lfm2")
+    commit = MambaHybridModelState.commit
+
+    def outside_graphs(self: MambaHybridModelState) -> None:
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is None:
+            commit(self)
+
+    monkeypatch.setattr(MambaHybridModelState, "commit", outside_graphs)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    with scripted(texts, VOCAB_SIZE), pytest.raises(SanitizerError, match="`pending`"):
+        twice(make(folder, sanitize=True))
+
+
+def test_a_step_passes_its_own_longest_sequence(answers: Answers) -> None:
+    """Mechanism 5 for hybrids: metadata is built with the batch's bound, the worst case only for a
+    capture; recurrent metadata is views of the step's buffers."""
+    folder, _ = answers.get("lfm2")
+    llm = make_llm(folder, **SETTINGS, graph_mode="none")
+    runner = llm.engine.runner
+    state, seen = runner.target.model_state, []
+    prepare = state.prepare_attn
+
+    def spy(batch: Any, for_capture: bool = False) -> Any:
+        seen.append((batch.max_seq_len, for_capture))
+        found = prepare(batch, for_capture)
+        assert found[RecurrentState].slots.data_ptr() == batch.step.row_slots.data_ptr()
+        return found
+
+    state.prepare_attn = spy  # type: ignore[method-assign]
+    generate_ids(llm, [PROMPTS[1]], GREEDY)
+    assert [length for length, _ in seen] == list(range(6, 6 + NUM_TOKENS))
+    assert not any(for_capture for _, for_capture in seen)
