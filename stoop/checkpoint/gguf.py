@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stoop.checkpoint.gguf_config import build_generation_config, token_ids
 from stoop.checkpoint.gguf_file import GGUFFile, GGUFTensor
-from stoop.checkpoint.gguf_layout import GGUFContents, GGUFLayout, ModelFields, find_layout
+from stoop.checkpoint.gguf_layout import (
+    Change,
+    GGUFContents,
+    GGUFLayout,
+    ModelFields,
+    find_layout,
+)
 from stoop.checkpoint.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from stoop.checkpoint.weights import QUANTIZED
 from stoop.config.errors import CheckpointError
@@ -38,7 +44,7 @@ SLICE_ELEMENTS = 4 << 20
 
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096  # one for every two dimensions of a head
-LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+LAYER_PATTERN = re.compile(r"blk\.(\d+)\.([\w.]+)")
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 BYTES = "U8"  # a quantised tensor, as rows of blocks
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -49,22 +55,30 @@ class PlannedTensor:
     """One tensor of the new file."""
 
     name: str
-    source: GGUFTensor
+    sources: tuple[GGUFTensor, ...]  # stacked, if there are several
     type_name: str  # as safetensors writes it: F32, F16, BF16, or U8 if it stays quantised
     num_rotated_heads: int  # heads whose rows llama.cpp reordered; 0 for none
+    change: Change | None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(source.num_elements for source in self.sources)
 
     @property
     def num_bytes(self) -> int:
         if self.type_name == BYTES:
-            return self.source.num_bytes
-        return self.source.num_elements * ELEMENT_BYTES[self.type_name]
+            return sum(source.num_bytes for source in self.sources)
+        return self.num_elements * ELEMENT_BYTES[self.type_name]
 
     @property
     def shape(self) -> list[int]:
         """In the new file."""
+        first = self.sources[0]
+        num_rows = sum(source.shape[0] for source in self.sources)
         if self.type_name == BYTES:
-            return [self.source.shape[0], self.source.num_bytes // self.source.shape[0]]
-        return list(self.source.shape)
+            return [num_rows, first.num_bytes // first.shape[0]]
+        shape = (num_rows, *first.shape[1:])
+        return list(shape if self.change is None else self.change.shape(shape))
 
 
 def convert_gguf(
@@ -131,18 +145,26 @@ def _sound_metadata(source: Path) -> Iterator[None]:
 def _plan_tensors(file: GGUFFile, packed: bool) -> list[PlannedTensor]:
     fields = ModelFields(file.metadata)
     layout = find_layout(fields)
+    layout.check(fields)
     quantized_type = _quantized_type(file.tensors)
-    plan = [
-        PlannedTensor(
-            name=_new_name(tensor.name, layout),
-            source=tensor,
-            type_name=BYTES if packed and _stays(tensor) else _kept_type(tensor) or quantized_type,
-            num_rotated_heads=layout.num_rotated_heads(_part(tensor.name), fields),
+    sources: dict[str, list[GGUFTensor]] = {}
+    for tensor in file.tensors:
+        if tensor.name != ROPE_FACTORS:
+            sources.setdefault(_new_name(tensor.name, layout), []).append(tensor)
+    plan = []
+    for name, found in sources.items():
+        parts = _in_order(name, found, layout)
+        change = layout.changes.get(_in_layer(parts[0].name)[1])
+        plan.append(
+            PlannedTensor(
+                name=name,
+                sources=parts,
+                type_name=_new_type(parts, change, packed) or quantized_type,
+                num_rotated_heads=layout.num_rotated_heads(_part(parts[0].name), fields),
+                change=change,
+            )
         )
-        for tensor in file.tensors
-        if tensor.name != ROPE_FACTORS
-    ]
-    _check_complete(file, layout, fields.number("block_count"))
+    _check_complete(file, layout, fields)
     # Wider elements first, so that every tensor in the file is aligned.
     return sorted(plan, key=lambda tensor: -ELEMENT_BYTES.get(tensor.type_name, 1))
 
@@ -150,25 +172,59 @@ def _plan_tensors(file: GGUFFile, packed: bool) -> list[PlannedTensor]:
 def _new_name(name: str, layout: GGUFLayout) -> str:
     if name in layout.outer_names:
         return layout.outer_names[name]
-    match = LAYER_PATTERN.fullmatch(name)
-    if match and match[2] in layout.layer_names:
-        return f"{layout.layer_prefix}{match[1]}.{layout.layer_names[match[2]]}.{match[3]}"
+    layer, rest = _in_layer(name)
+    if rest in layout.whole_names:
+        return f"{layout.layer_prefix}{layer}.{layout.whole_names[rest]}"
+    part, _, kind = rest.rpartition(".")
+    if part in layout.layer_names and kind in ("weight", "bias"):
+        return f"{layout.layer_prefix}{layer}.{layout.layer_names[part]}.{kind}"
     raise CheckpointError(
         f"this GGUF file has a tensor {name[:MAX_SHOWN]!r} that no known model of its "
         "architecture has: use another file of this model"
     )
 
 
+def _in_layer(name: str) -> tuple[str, str]:
+    """A layer's number, and the name of one of its tensors; both empty outside layers."""
+    match = LAYER_PATTERN.fullmatch(name)
+    return (match[1], match[2]) if match else ("", "")
+
+
 def _part(name: str) -> str:
     """The part of a layer that a tensor is; empty for tensors outside layers."""
-    match = LAYER_PATTERN.fullmatch(name)
-    return match[2] if match else ""
+    return _in_layer(name)[1].rpartition(".")[0]
 
 
-def _check_complete(file: GGUFFile, layout: GGUFLayout, num_layers: int) -> None:
+def _in_order(
+    name: str, tensors: Sequence[GGUFTensor], layout: GGUFLayout
+) -> tuple[GGUFTensor, ...]:
+    """The tensors that are stacked into one, as the layout orders them."""
+    if len(tensors) == 1:
+        return tuple(tensors)
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        raise CheckpointError(
+            f"the parts of {name} have different shapes in this GGUF file: use another file of "
+            "this model"
+        )
+    order = list(layout.layer_names)
+    return tuple(sorted(tensors, key=lambda tensor: order.index(_part(tensor.name))))
+
+
+def _new_type(sources: Sequence[GGUFTensor], change: Change | None, packed: bool) -> str | None:
+    """None for the type that dequantised tensors get"""
+    if change is not None and change.values is not None:
+        return "F32"
+    if len({source.type_code for source in sources}) > 1:
+        return None
+    if packed and change is None and _stays(sources[0]):
+        return BYTES
+    return _kept_type(sources[0])
+
+
+def _check_complete(file: GGUFFile, layout: GGUFLayout, fields: ModelFields) -> None:
     present = {tensor.name for tensor in file.tensors}
     # Stop at the first missing one: the number of layers is only what the file claims.
-    missing = next((name for name in _needed(layout, num_layers) if name not in present), None)
+    missing = next((name for name in _needed(layout, fields) if name not in present), None)
     if missing is not None:
         raise CheckpointError(
             f"{file.path} lacks the tensor {missing!r}: if the model is split over several "
@@ -176,12 +232,14 @@ def _check_complete(file: GGUFFile, layout: GGUFLayout, num_layers: int) -> None
         )
 
 
-def _needed(layout: GGUFLayout, num_layers: int) -> Iterator[str]:
+def _needed(layout: GGUFLayout, fields: ModelFields) -> Iterator[str]:
     yield from (name for name in layout.needed if name in layout.outer_names)
-    for layer in range(num_layers):
-        for part in layout.needed:
+    for layer in range(fields.number("block_count")):
+        for part in (*layout.needed, *layout.needed_in_layer(layer, fields)):
             if part in layout.layer_names:
                 yield f"blk.{layer}.{part}.weight"
+            elif part in layout.whole_names:
+                yield f"blk.{layer}.{part}"
 
 
 def _kept_type(tensor: GGUFTensor) -> str | None:
@@ -216,7 +274,7 @@ def _main_type(plan: Sequence[PlannedTensor]) -> str:
     counts = dict.fromkeys(ELEMENT_BYTES, 0)
     for tensor in plan:
         type_name = "F32" if tensor.type_name == BYTES else tensor.type_name
-        counts[type_name] += tensor.source.num_elements
+        counts[type_name] += tensor.num_elements
     return TORCH_NAMES[max(counts, key=lambda type_name: counts[type_name])]
 
 
@@ -255,7 +313,7 @@ def _header(plan: Sequence[PlannedTensor]) -> bytes:
 
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     kinds = {
-        tensor.name: gguf.GGMLQuantizationType(tensor.source.type_code).name
+        tensor.name: gguf.GGMLQuantizationType(tensor.sources[0].type_code).name
         for tensor in plan
         if tensor.type_name == BYTES
     }
@@ -277,30 +335,32 @@ def _header(plan: Sequence[PlannedTensor]) -> bytes:
 
 def _pieces(file: GGUFFile, tensor: PlannedTensor) -> Iterator[np.ndarray]:
     """The tensor's values from front to back, one slice of rows at a time."""
-    rows = file.rows(tensor.source)  # [rows, bytes of a row] uint8
-    if tensor.num_rotated_heads:
-        rows = _undo_rotation(rows, tensor)
-    if tensor.type_name == BYTES or _kept_type(tensor.source):
-        yield rows
-        return
-    rows_at_once = max(1, SLICE_ELEMENTS // tensor.source.shape[-1])
-    for start in range(0, len(rows), rows_at_once):
-        values = _dequantize(rows[start : start + rows_at_once], tensor.source)
-        yield values if tensor.type_name == "F32" else _to_bfloat16(values)
+    convert = None if tensor.change is None else tensor.change.values
+    for source in tensor.sources:
+        rows = file.rows(source)  # [rows, bytes of a row] uint8
+        if tensor.num_rotated_heads:
+            rows = _undo_rotation(rows, source, tensor.num_rotated_heads)
+        if convert is None and tensor.type_name in (BYTES, _kept_type(source)):
+            yield rows
+            continue
+        rows_at_once = max(1, SLICE_ELEMENTS // source.shape[-1])
+        for start in range(0, len(rows), rows_at_once):
+            values = _dequantize(rows[start : start + rows_at_once], source)
+            values = values if convert is None else convert(values)
+            yield values if tensor.type_name == "F32" else _to_bfloat16(values)
 
 
-def _undo_rotation(rows: np.ndarray, tensor: PlannedTensor) -> np.ndarray:
+def _undo_rotation(rows: np.ndarray, source: GGUFTensor, num_heads: int) -> np.ndarray:
     """Reorder the rows of each head from llama.cpp's interleaved pairs to two halves.
 
     Quantised blocks lie within rows, so rows can be moved before they are dequantised.
     """
-    num_heads = tensor.num_rotated_heads
     shape = rows.shape
     # A bias is one row in the file, with one value per row of its matrix.
-    rows = rows.reshape(tensor.source.shape[0], -1)
+    rows = rows.reshape(source.shape[0], -1)
     if len(rows) % (2 * num_heads):
         raise CheckpointError(
-            f"tensor {tensor.source.name!r} of this GGUF file has {len(rows)} rows for "
+            f"tensor {source.name!r} of this GGUF file has {len(rows)} rows for "
             f"{num_heads} heads: use another file of this model"
         )
     pairs = rows.reshape(num_heads, len(rows) // num_heads // 2, 2, -1)

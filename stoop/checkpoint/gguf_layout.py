@@ -5,13 +5,19 @@ The converter knows no family; families register their layouts (models/registry.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from stoop.config.errors import CheckpointError
 from stoop.config.values import MAX_SHOWN
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Shape = tuple[int, ...]
 
 
 class ModelFields:
@@ -24,11 +30,15 @@ class ModelFields:
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
-    def number(self, key: str) -> int:
-        """A required count that must be the same for all layers."""
+    def number(self, key: str, skip_zeros: bool = False) -> int:
+        """A required count that must be the same for all layers.
+
+        skip_zeros: some layers may have none
+        """
         value = self.get(key)
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
+        if isinstance(value, list):
+            counts = set(value) - {0} if skip_zeros else set(value)
+            value = next(iter(counts)) if len(counts) == 1 else value
         if not isinstance(value, int) or value <= 0:
             raise CheckpointError(
                 f"the GGUF field {self.architecture}.{key} is {_shown(value)}, "
@@ -55,12 +65,37 @@ class GGUFContents:
     rope_factors: list[float] | None  # divisors of the rotary frequencies
 
 
+@dataclass(frozen=True)
+class Change:
+    """How a tensor that llama.cpp stores otherwise becomes that of Hugging Face."""
+
+    shape: Callable[[Shape], Shape]
+    values: Callable[[np.ndarray], np.ndarray] | None = None  # float32, element by element
+
+
+def flat(shape: Shape) -> Shape:
+    return (math.prod(shape),)
+
+
+def depthwise(shape: Shape) -> Shape:
+    """The weight of a convolution of single channels: [channels, width] to [channels, 1, width]."""
+    return (*shape[:-1], 1, *shape[-1:])
+
+
 def _always(fields: ModelFields) -> bool:
     return True
 
 
+def _nothing(fields: ModelFields) -> None:
+    return None
+
+
 def _not_rotated(part: str, fields: ModelFields) -> int:
     return 0
+
+
+def _no_more(layer: int, fields: ModelFields) -> Iterable[str]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -69,14 +104,22 @@ class GGUFLayout:
 
     architecture: str  # the file's general.architecture
     outer_names: Mapping[str, str]  # tensors outside layers
-    layer_names: Mapping[str, str]  # parts of blk.N, without .weight and .bias
-    needed: tuple[str, ...]  # keys of both that every file has
+    # Parts of blk.N, without .weight and .bias. Those of one new name are stacked, in this order.
+    layer_names: Mapping[str, str]
+    needed: tuple[str, ...]  # keys of both that every file has, in every layer
     config: Callable[[GGUFContents], dict[str, Any]]  # config.json, without dtype and token ids
     # Several families may share an architecture: the first that accepts a file converts it.
     accepts: Callable[[ModelFields], bool] = _always
+    # Refuses, with a sentence, a file that the family cannot load. Called before anything else.
+    check: Callable[[ModelFields], None] = _nothing
     # The number of heads whose rows llama.cpp reordered in this part of a layer; 0 for none.
     num_rotated_heads: Callable[[str, ModelFields], int] = _not_rotated
     layer_prefix: str = "model.layers."
+    # Tensors of blk.N whose names do not follow the rule, by all that comes after blk.N.
+    whole_names: Mapping[str, str] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)  # by all that comes after blk.N.
+    # What this layer has beside `needed`: keys of layer_names and whole_names.
+    needed_in_layer: Callable[[int, ModelFields], Iterable[str]] = _no_more
 
 
 _layouts: list[GGUFLayout] = []

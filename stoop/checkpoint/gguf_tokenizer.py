@@ -48,11 +48,13 @@ SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (LLAMA3_PATTERN,),
     "llama3": (LLAMA3_PATTERN,),
     "llama-v3": (LLAMA3_PATTERN,),
+    "lfm2": (LLAMA3_PATTERN,),
+    "dbrx": (LLAMA3_PATTERN,),  # Granite 4.0
     "qwen2": (QWEN2_PATTERN,),
     "deepseek-r1-qwen": (QWEN2_PATTERN,),
     "tekken": (TEKKEN_PATTERN,),
 }
-LLAMA3_RULES = frozenset({"llama-bpe", "llama3", "llama-v3"})
+LLAMA3_RULES = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2"})
 # These keep a word that is in the vocabulary whole, without merging, and start text with bos.
 WHOLE_WORD_RULES = LLAMA3_RULES | {"tekken"}
 QWEN2_RULES = frozenset({"qwen2", "deepseek-r1-qwen"})

@@ -43,7 +43,9 @@ def decoder_layout(
     paired: bool = False,
 ) -> GGUFLayout:
     """The layout of one family. paired: llama.cpp interleaves the halves of each q and k head"""
-    options: dict[str, Any] = {"num_rotated_heads": _paired_heads} if paired else {}
+    options: dict[str, Any] = {"check": refuse_experts}
+    if paired:
+        options["num_rotated_heads"] = paired_heads
     if accepts is not None:
         options["accepts"] = accepts
     return GGUFLayout(architecture, OUTER_NAMES, LAYER_NAMES, NEEDED, config, **options)
@@ -53,19 +55,25 @@ def sliding_window(fields: ModelFields) -> int | None:
     return fields.get("attention.sliding_window") or None
 
 
-def _paired_heads(part: str, fields: ModelFields) -> int:
-    if part == "attn_q" or (part == "attn_k" and fields.get("attention.head_count_kv") is None):
-        return fields.number("attention.head_count")
-    return fields.number("attention.head_count_kv") if part == "attn_k" else 0
+def paired_heads(part: str, fields: ModelFields) -> int:
+    """The heads of q and k, which llama.cpp reorders in some families."""
+    num_heads = fields.number("attention.head_count")
+    if part == "attn_q":
+        return num_heads
+    return num_kv_heads(fields, num_heads) if part == "attn_k" else 0
+
+
+def refuse_experts(fields: ModelFields) -> None:
+    if fields.get("expert_count", 0):
+        raise CheckpointError(
+            "GGUF files of mixture-of-experts models cannot be loaded: use a dense model"
+        )
 
 
 def decoder_config(file: GGUFContents, architecture: str, model_type: str) -> dict[str, Any]:
     """The config.json of a GGUF file, from its metadata and tensor shapes."""
     fields, shapes = file.fields, file.shapes
-    if fields.get("expert_count", 0):
-        raise CheckpointError(
-            "GGUF files of mixture-of-experts models cannot be loaded: use a dense model"
-        )
+    refuse_experts(fields)
     num_heads = fields.number("attention.head_count")
     hidden_size = fields.number("embedding_length")
     head_dim = int(fields.get("attention.key_length") or hidden_size // num_heads)
@@ -77,7 +85,7 @@ def decoder_config(file: GGUFContents, architecture: str, model_type: str) -> di
         "intermediate_size": fields.number("feed_forward_length"),
         "num_hidden_layers": fields.number("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _num_kv_heads(fields, num_heads),
+        "num_key_value_heads": num_kv_heads(fields, num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
@@ -92,10 +100,23 @@ def decoder_config(file: GGUFContents, architecture: str, model_type: str) -> di
     }
 
 
-def _num_kv_heads(fields: ModelFields, num_heads: int) -> int:
+def num_kv_heads(fields: ModelFields, num_heads: int) -> int:
     if fields.get("attention.head_count_kv") is None:
         return num_heads
-    return fields.number("attention.head_count_kv")
+    return fields.number("attention.head_count_kv", skip_zeros=True)
+
+
+def is_recurrent(layer: int, fields: ModelFields) -> bool:
+    """Whether a layer has no attention: hybrids give its number of KV heads as 0."""
+    given = fields.get("attention.head_count_kv")
+    if not isinstance(given, list):
+        return False
+    if layer >= len(given):
+        raise CheckpointError(
+            f"this GGUF file has KV heads of {len(given)} layers, but more layers: download it "
+            "again"
+        )
+    return given[layer] == 0
 
 
 def _check_rotary(fields: ModelFields, head_dim: int) -> None:

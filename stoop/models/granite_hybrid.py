@@ -31,6 +31,7 @@ from stoop.models.hybrid import (
     read_layer_types,
     read_mamba,
 )
+from stoop.models.hybrid_gguf import GRANITE_HYBRID_LAYOUT
 from stoop.ops.rope import Rotation
 
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
@@ -164,4 +165,5 @@ GRANITE_HYBRID = Family(
     model_types=("granitemoehybrid",),
     read_spec=read_spec,
     build=GraniteHybridModel,
+    gguf=GRANITE_HYBRID_LAYOUT,
 )

@@ -16,6 +16,7 @@ from stoop.models.decoder import MLP, DecoderSpec
 from stoop.models.decoder_config import read_decoder_spec, read_num_layers
 from stoop.models.family import Family
 from stoop.models.hybrid import ATTENTION, HybridModel, read_layer_indices, read_layer_types
+from stoop.models.hybrid_gguf import LFM2_LAYOUT
 from stoop.ops.rope import Rotation
 
 ARCHITECTURE = "Lfm2ForCausalLM"
@@ -120,5 +121,9 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 
 
 LFM2 = Family(
-    architectures=(ARCHITECTURE,), model_types=("lfm2",), read_spec=read_spec, build=Lfm2Model
+    architectures=(ARCHITECTURE,),
+    model_types=("lfm2",),
+    read_spec=read_spec,
+    build=Lfm2Model,
+    gguf=LFM2_LAYOUT,
 )

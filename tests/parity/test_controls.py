@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from stoop import LLM
+from stoop.layers.linear import FusedLinear
 from stoop.layers.rope import RopeSpec
 from stoop.models.decoder import DecoderModel
-from support.checkpoints import ARCHITECTURES, WINDOW, WINDOWED
+from support.checkpoints import HYBRIDS, PLAIN, WINDOW, WINDOWED
 from support.engines import MakeEngine
 from support.huggingface import (
     TIE_GAPS,
@@ -38,7 +39,9 @@ def answers(references: ReferenceStore, name: str) -> list[Reference]:
 
 
 def change_one_weight(model: DecoderModel) -> None:
-    model.layers[1].mlp.down_proj.weight.data[5, 7] += 4.0
+    """Of the last matrix of a layer, which is that of the MLP."""
+    *_, last = (m for m in model.layers[1].modules() if isinstance(m, FusedLinear))
+    last.weight.data[5, 7] += 4.0
 
 
 def zero_biases(model: DecoderModel) -> None:
@@ -71,8 +74,45 @@ def set_window(window: int | None) -> Callable[[DecoderModel], None]:
     return change
 
 
+def set_parameters(which: str, value: float) -> Callable[[DecoderModel], None]:
+    def change(model: DecoderModel) -> None:
+        found = [p for key, p in model.named_parameters() if key.endswith(which)]
+        assert found
+        for parameter in found:
+            parameter.data.fill_(value)
+
+    return change
+
+
+def shift_convolutions(model: DecoderModel) -> None:
+    """Each looks one token too far back."""
+    for key, parameter in model.named_parameters():
+        if key.endswith("conv_weight"):
+            parameter.data = parameter.data.roll(-1, dims=2)
+
+
+def set_residual_multiplier(model: DecoderModel) -> None:
+    for layer in model.layers:
+        layer.multiplier = 1.0
+
+
+def set_attention_multiplier(model: DecoderModel) -> None:
+    attention = model.layers[1].self_attn
+    attention.shape = dataclasses.replace(attention.shape, scale=attention.shape.head_dim**-0.5)
+
+
+def set_embedding_multiplier(model: DecoderModel) -> None:
+    model.spec = dataclasses.replace(model.spec, embedding_multiplier=1.0)
+
+
+def rotate_all(model: DecoderModel) -> None:
+    rope = RopeSpec(10000.0)
+    model.spec = dataclasses.replace(model.spec, rotary_dim=None, rope=rope)
+    model.prepare(model.rotary.table.shape[1])
+
+
 CHANGES: list[tuple[str, str, Callable[[DecoderModel], None]]] = [
-    *((name, "one-weight", change_one_weight) for name in ARCHITECTURES),
+    *((name, "one-weight", change_one_weight) for name in (*PLAIN, *HYBRIDS)),
     *((name, "no-window", set_window(None)) for name in WINDOWED),
     *((name, "window-too-wide", set_window(WINDOW + 1)) for name in WINDOWED),
     *((name, "window-too-narrow", set_window(WINDOW - 1)) for name in WINDOWED),
@@ -82,6 +122,17 @@ CHANGES: list[tuple[str, str, Callable[[DecoderModel], None]]] = [
     ("llama2", "no-final-norm", plain_norms(".norm.weight")),
     ("llama2", "no-input-norm", plain_norms("input_layernorm")),
     *((name, "plain-rope", plain_rope) for name in ("llama3", "llama-linear", "llama-yarn")),
+    *((name, "no-bias", zero_biases) for name in ("lfm2-biases", "granite-groups", "bamba-groups")),
+    *((name, "late-convolution", shift_convolutions) for name in HYBRIDS),
+    ("lfm2", "no-operator-norm", plain_norms("operator_norm")),
+    ("granite-hybrid", "no-mamba-norm", plain_norms("mamba.norm")),
+    ("granite-hybrid", "no-decay-rate", set_parameters("a_log", 0.0)),
+    ("granite-hybrid", "no-skip", set_parameters("mamba.d", 0.0)),
+    ("granite-hybrid", "no-time-bias", set_parameters("dt_bias", 0.0)),
+    ("granite-hybrid", "residual-multiplier", set_residual_multiplier),
+    ("granite-hybrid", "attention-multiplier", set_attention_multiplier),
+    ("granite-hybrid", "embedding-multiplier", set_embedding_multiplier),
+    *((name, "rotated", rotate_all) for name in ("granite-hybrid", "bamba")),
 ]
 
 

@@ -1,7 +1,6 @@
 """Greedy token ids equal Hugging Face transformers', however the engine is driven."""
 
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,7 +8,15 @@ from typing import Any
 import pytest
 
 from stoop import LLM
-from support.checkpoints import ARCHITECTURES, CheckpointStore, copy_with_eos
+from support.checkpoints import (
+    ARCHITECTURES,
+    HYBRIDS,
+    PLAIN,
+    VARIANTS,
+    CheckpointStore,
+    copy_with_eos,
+)
+from support.crossings import EVERY, models_with
 from support.engines import MakeEngine
 from support.huggingface import (
     TIE_GAPS,
@@ -55,22 +62,27 @@ TIGHT_SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
-EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 # float64 tells a wrong engine from rounding best; the rest of its crossing adds time, not sight.
 FLOAT64_SETTINGS = ("chunks-of-37", "whole-prompts", "blocks-of-4-chunks")
 
-every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
-every_dtype = pytest.mark.parametrize("dtype", TIE_GAPS)
 
+def crossed(settings: Iterable[str], variants: bool = False) -> pytest.MarkDecorator:
+    """Every setting in float32, some in float64; by turns with every second and third model.
 
-def crossed(settings: Iterable[str]) -> pytest.MarkDecorator:
-    """Every setting in float32, some in float64; by turns with every second and third model."""
+    variants: hybrids take two settings and their variants one; else hybrids take one
+    """
     found = []
-    for (s, setting), (n, name) in itertools.product(enumerate(settings), enumerate(ARCHITECTURES)):
+    models = ARCHITECTURES if EVERY else PLAIN
+    for (s, setting), (n, name) in itertools.product(enumerate(settings), enumerate(models)):
         if EVERY or (s + n) % 2 == 0:
             found.append((name, "float32", setting))
         if setting in FLOAT64_SETTINGS and (EVERY or (s + n) % 3 == 0):
             found.append((name, "float64", setting))
+    if not EVERY:
+        turns = list(itertools.product(TIE_GAPS, settings))
+        for n, name in enumerate((*HYBRIDS, *VARIANTS) if variants else HYBRIDS):
+            count = 2 if variants and name in HYBRIDS else 1
+            found += [(name, *turns[(5 * n + 7 * k) % len(turns)]) for k in range(count)]
     return pytest.mark.parametrize(("name", "dtype", "setting"), found)
 
 
@@ -80,8 +92,7 @@ def expected(
     return [model.greedy(prompt, num_tokens) for prompt in prompts]
 
 
-@every_dtype
-@every_architecture
+@models_with("dtype", list(TIE_GAPS), variants=True)
 def test_reference_is_sound(references: ReferenceStore, name: str, dtype: str) -> None:
     """The oracle with a cache agrees with itself without one, varies, and seldom meets a tie."""
     wanted = expected(references.get(name, 0, dtype), PROMPTS)
@@ -93,7 +104,7 @@ def test_reference_is_sound(references: ReferenceStore, name: str, dtype: str) -
     assert sum(num_distinct) > NUM_TOKENS * len(wanted) / 3
 
 
-@crossed(SETTINGS)
+@crossed(SETTINGS, variants=True)
 def test_mixed_batch(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, setting: str
 ) -> None:
@@ -118,7 +129,7 @@ def test_preemption(
     ("name", "dtype"),
     [
         (name, dtype)
-        for n, name in enumerate(ARCHITECTURES)
+        for n, name in enumerate(ARCHITECTURES if EVERY else (*PLAIN, *HYBRIDS))
         for turn, dtype in enumerate(TIE_GAPS)
         if EVERY or n % len(TIE_GAPS) == turn
     ],
@@ -130,8 +141,7 @@ def test_alone(references: ReferenceStore, make_engine: MakeEngine, name: str, d
     assert mismatches(found, wanted, TIE_GAPS[dtype]) == []
 
 
-@pytest.mark.parametrize(("dtype", "seed"), [("float32", 1), ("float64", 2)])
-@every_architecture
+@models_with("dtype, seed", [("float32", 1), ("float64", 2)])
 def test_other_seeds(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, seed: int
 ) -> None:
@@ -149,7 +159,7 @@ def test_other_seeds(
     [{}, {"max_num_batched_tokens": 37}, {"block_size": 4}, {"block_size": 32}],
     ids=["plain", "chunks", "blocks-of-4", "blocks-of-32"],
 )
-@every_architecture
+@pytest.mark.parametrize("name", PLAIN)  # recurrent states are not in blocks
 def test_shared_prefixes_twice(
     references: ReferenceStore, make_engine: MakeEngine, name: str, options: dict[str, Any]
 ) -> None:
@@ -201,8 +211,7 @@ def drive(
     return [answers[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize(("dtype", "budget"), [("float32", 2048), ("float64", 24)])
-@every_architecture
+@models_with("dtype, budget", [("float32", 2048), ("float64", 24)])
 def test_arrivals_while_others_decode(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, budget: int
 ) -> None:
@@ -255,8 +264,7 @@ def test_abort_leaves_others_alone(references: ReferenceStore, make_engine: Make
     assert all(len(answers.get(index, [])) < NUM_TOKENS for index in (3, 5, 7))
 
 
-@every_dtype
-@every_architecture
+@models_with("dtype", list(TIE_GAPS))
 def test_length_limit_of_the_model(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str
 ) -> None:
@@ -281,8 +289,7 @@ def test_full_context_of_the_model(references: ReferenceStore, make_engine: Make
         assert output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("form", ["one", "list"])
-@every_architecture
+@models_with("form", ["one", "list"])
 def test_end_of_text_stops(
     checkpoints: CheckpointStore,
     references: ReferenceStore,

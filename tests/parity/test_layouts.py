@@ -7,7 +7,7 @@ import torch
 
 from stoop.models.registry import read_model_spec
 from support.checkpoints import (
-    ARCHITECTURES,
+    PLAIN,
     WINDOW,
     CheckpointStore,
     copy_with_old_config,
@@ -26,7 +26,7 @@ from support.huggingface import (
 
 PROMPTS = [make_prompt(length) for length in (1, 33, 150)]
 
-every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+every_architecture = pytest.mark.parametrize("name", PLAIN)
 
 
 @pytest.mark.parametrize("rope_type_key", ["rope_type", "type"])

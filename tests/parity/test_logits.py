@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from stoop.core.outputs import Logprob, RequestOutput
-from support.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from support.checkpoints import PLAIN, VOCAB_SIZE
+from support.crossings import every_model, models_with
 from support.engines import MakeEngine
 from support.huggingface import HuggingFace, ReferenceStore, greedy_params, make_prompt
 
@@ -29,14 +30,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
-every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
-every_setting = pytest.mark.parametrize(
-    ("dtype", "setting"),
-    [
-        *(("float32", setting) for setting in SETTINGS),
-        ("float64", "whole-prompts"),
-        ("float64", "tight-blocks-of-4"),
-    ],
+_FLOAT64 = [("float64", "whole-prompts"), ("float64", "tight-blocks-of-4")]
+every_setting = models_with(
+    "dtype, setting",
+    [*(("float32", setting) for setting in SETTINGS), *_FLOAT64],
+    variants=True,
+    few=_FLOAT64,
 )
 
 
@@ -65,7 +64,6 @@ def largest(differences: Tensor) -> float:
 
 
 @every_setting
-@every_architecture
 def test_prompt_logprobs(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, setting: str
 ) -> None:
@@ -77,7 +75,7 @@ def test_prompt_logprobs(
         assert largest(prompt_table(output) - wanted[:-1]) < TOLERANCES[dtype]
 
 
-@every_architecture
+@pytest.mark.parametrize("name", PLAIN)
 def test_prompt_logprobs_after_the_prefix_was_cached(
     references: ReferenceStore, make_engine: MakeEngine, name: str
 ) -> None:
@@ -90,7 +88,7 @@ def test_prompt_logprobs_after_the_prefix_was_cached(
     assert largest(prompt_table(output) - wanted[:-1]) < TOLERANCES["float32"]
 
 
-@every_architecture
+@every_model
 def test_prompt_logprobs_survive_preemption(
     references: ReferenceStore, make_engine: MakeEngine, name: str
 ) -> None:
@@ -130,7 +128,6 @@ def check_scores(scores: dict[int, Logprob], chosen: int, wanted: Tensor, tolera
 
 
 @every_setting
-@every_architecture
 def test_decode_logprobs(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, setting: str
 ) -> None:
@@ -151,7 +148,7 @@ def test_decode_logprobs(
         assert answer.cumulative_logprob == pytest.approx(total)
 
 
-@every_architecture
+@every_model
 def test_exact_reference_is_the_same_model(references: ReferenceStore, name: str) -> None:
     """Raising transformers' inner float32 to float64 moves its logits by rounding alone."""
     for prompt in PROMPTS[1:]:
@@ -159,8 +156,7 @@ def test_exact_reference_is_the_same_model(references: ReferenceStore, name: str
         assert largest(plain - logprobs(references.exact(name), prompt)) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@every_architecture
+@models_with("dtype", ["bfloat16", "float16"], variants=True)
 def test_half_precision(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str
 ) -> None:

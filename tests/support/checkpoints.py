@@ -192,6 +192,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 # One of each kind of recurrent layer.
 HYBRIDS = ("lfm2", "qwen3.5", "granite-hybrid")
 WINDOWED = ("mistral", "qwen2-window", "qwen3-window")
+# With recurrent layers, except for "granite-attention". They take longer, so that tests cross them
+# with fewer settings (support/crossings.py); variants run in a few tests only.
+HYBRIDS = ("lfm2", "granite-hybrid", "bamba")
+VARIANTS = ("lfm2-biases", "granite-groups", "granite-attention", "bamba-groups")
+PLAIN = tuple(name for name in ARCHITECTURES if name not in HYBRIDS + VARIANTS)
 
 
 def make_model(name: str, seed: int) -> PreTrainedModel:

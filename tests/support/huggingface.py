@@ -1,14 +1,17 @@
 """What Hugging Face transformers answers, and how an engine's answer is compared with it."""
 
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -127,16 +130,62 @@ class ReferenceStore:
 
 
 def make_exact(model: PreTrainedModel) -> None:
-    """float64 throughout: transformers' norms and eager softmax go through float32."""
+    """float64 throughout: transformers' norms, eager softmax and Mamba go through float32."""
     model.set_attn_implementation("sdpa")
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
             module.forward = MethodType(_exact_rms_norm, module)
+        elif kind.endswith("RMSNormGated"):
+            module.forward = MethodType(_exact_gated_norm, module)
+        elif kind.endswith(("MambaLayer", "BambaMixer")):
+            module.forward = partial(_exact_mamba, module, module.forward)
 
 
 def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:
     scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.variance_epsilon)
     return norm.weight * (x * scale)
+
+
+def _exact_gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    return _exact_rms_norm(norm, x * F.silu(gate))
+
+
+def _exact_mamba(layer: Any, forward: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """The layer's own pass, with another scan."""
+    scan = partial(_exact_scan, layer.A_log)
+    with mock.patch.object(sys.modules[type(layer).__module__], "mamba2_chunk_scan", scan):
+        return forward(*args, **options)
+
+
+def _exact_scan(
+    a_log: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    return_final_states: bool,
+    **_: Any,
+) -> Tensor:
+    """Mamba-2 as attention of every token to all before it: neither a recurrence nor in chunks.
+
+    x: [1, tokens, heads, head_dim], dt: [1, tokens, heads], b and c: [1, tokens, groups, state]
+    """
+    assert not return_final_states
+    steps = F.softplus(dt + dt_bias).clamp(*dt_limit)
+    decay = (-a_log.exp() * steps).cumsum(dim=1)
+    lasting = decay[:, :, None] - decay[:, None]  # [1, to, from, heads]
+    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    lasting = lasting.masked_fill(later[None, :, :, None], -torch.inf).exp()
+    repeat = x.shape[2] // b.shape[2]
+    b, c = b.repeat_interleave(repeat, dim=2), c.repeat_interleave(repeat, dim=2)
+    scores = torch.einsum("bihn,bjhn->bijh", c, b) * lasting
+    return torch.einsum("bijh,bjhp->bihp", scores, x * steps[..., None]) + D[:, None] * x
 
 
 def first_difference(found: Sequence[int], wanted: Sequence[int]) -> int | None:
