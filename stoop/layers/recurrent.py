@@ -204,8 +204,9 @@ class Mamba2(_Mixer):
         matrix = (shape.num_heads, shape.head_dim, shape.state_size)
         tensors["matrix"] = TensorSpec(matrix, wide)
         logs["input_log"] = TensorSpec((shape.num_heads, shape.head_dim), wide)
-        logs["b_log"] = TensorSpec((shape.num_groups, shape.state_size), wide)
-        logs["decay_log"] = TensorSpec((shape.num_heads,), wide)
+        # Rings, with places for two steps.
+        logs["b_log"] = TensorSpec((2, shape.num_groups, shape.state_size), wide)
+        logs["decay_log"] = TensorSpec((2, shape.num_heads), wide)
         return RecurrentState(tensors, logs)
 
     def core(self, state: Tensors, rows: RecurrentRows, projected: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ group's B and C:
 
     S = decay * S + (dt * x) B^T;  y = S C + D * x
 
-The log has (decay, dt * x, B).
+The log has (decay, dt * x, B). Many heads read the B of a group, and kernels do not order their
+programs, so nothing may be overwritten that the same step reads. B and decays lie in a ring of two
+steps' places, by the position of their token in its request.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ class MambaState:
 
     matrix: Tensor  # [slots + 1, heads, head_dim, state_size]
     input_log: Tensor  # [slots + 1, log_len, heads, head_dim]: dt * x
-    b_log: Tensor  # [slots + 1, log_len, groups, state_size]
-    decay_log: Tensor  # [slots + 1, log_len, heads]
+    b_log: Tensor  # [slots + 1, log_len, 2, groups, state_size], a ring of 2 * log_len places
+    decay_log: Tensor  # [slots + 1, log_len, 2, heads], too
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _mamba(
     *rows, matrix, input_log, b_log, decay_log, out = rest
     state = MambaState(matrix, input_log, b_log, decay_log)
     _, heads, head_dim, size = matrix.shape
-    groups, dtype = b_log.shape[2], matrix.dtype
+    groups, dtype = b_log.shape[3], matrix.dtype
     out.zero_()
     for row in live_rows(rows, log_len=b_log.shape[1]):
         sizes = (heads * head_dim, groups * size, groups * size)
@@ -95,19 +97,22 @@ def _run(
 ) -> Tensor:
     """The recurrence of one row, token by token; returns [tokens, heads, head_dim]."""
     slot, repeat = row.slot, inputs.shape[1] // b.shape[1]
+    b_log, decay_log = state.b_log[slot].flatten(0, 1), state.decay_log[slot].flatten(0, 1)
+    positions = torch.arange(row.context - row.pending, row.context + row.count)
+    old, new = (positions % len(b_log)).split((row.pending, row.count))
     wide_b, wide_c = (each.repeat_interleave(repeat, dim=1) for each in (b, c))
     s = torch.zeros_like(state.matrix[slot])
     if not row.fresh:
         s = state.matrix[slot].clone()
-        logged = state.b_log[slot, : row.pending].repeat_interleave(repeat, dim=1)
-        for place in range(row.pending):
-            s = s * state.decay_log[slot, place, :, None, None]
+        logged = b_log[old].repeat_interleave(repeat, dim=1)
+        for place, faded in enumerate(decay_log[old]):
+            s = s * faded[:, None, None]
             s = s + state.input_log[slot, place][:, :, None] * logged[place][:, None]
     if row.logs:
         state.matrix[slot] = s
         state.input_log[slot, : row.count] = inputs
-        state.b_log[slot, : row.count] = b
-        state.decay_log[slot, : row.count] = decay
+        b_log[new] = b
+        decay_log[new] = decay
     out = torch.empty_like(inputs)
     for place in range(row.count):
         s = s * decay[place][:, None, None]

@@ -55,6 +55,7 @@ class LiveRow:
     slot: int
     begin: int  # its first token in the batch
     count: int  # live tokens
+    context: int  # tokens before them
     fresh: bool  # without context: nothing in the slot counts
     pending: int
     logs: bool  # whether it is short
@@ -78,7 +79,7 @@ def live_rows(tensors: Sequence[Tensor], log_len: int) -> Iterator[LiveRow]:
             logs = starts[row + 1] - starts[row] <= log_len
             fresh = contexts[row] == 0
             kept = 0 if fresh else waiting[slot]
-            yield LiveRow(slot, starts[row], count, fresh, kept, logs)
+            yield LiveRow(slot, starts[row], count, contexts[row], fresh, kept, logs)
 
 
 # torch's own sigmoid, silu and softplus compute the end of a tensor otherwise than the rest, so that

@@ -32,6 +32,7 @@ OTHERS = {
     "linear",
     "linear_choice",
     "linear_tuning",
+    "mamba_parts",
 }
 MODULES = {name for _, name, _ in pkgutil.iter_modules(stoop.ops.kernels.__path__)} - OTHERS
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 TARGET = ("cuda", 90, 32)
+SETTINGS = ("num_warps", "num_stages", "enable_fp_fusion")
 MAX_SHARED = 227 * 1024  # bytes a block may have on an H200
 
 _TYPES = {
@@ -69,7 +70,7 @@ def _compile(
     from triton.compiler import ASTSource
 
     given = dict(zip(kernel.arg_names, args, strict=False))
-    settings = {k: options.pop(k) for k in ("num_warps", "num_stages") if k in options}
+    settings = {k: options.pop(k) for k in SETTINGS if k in options}
     given |= options
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
