@@ -105,7 +105,11 @@ class HybridScheduler(Scheduler):
     def check_idle(self) -> None:
         super().check_idle()
         assert not self._stays, len(self._stays)
-        self.snapshots.check()
+        index = self.snapshots
+        assert index.num_free + index.num_held == index.num_snapshots, (
+            index.num_free,
+            index.num_held,
+        )
 
     # ---- chunks ----
 

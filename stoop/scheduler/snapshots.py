@@ -52,6 +52,10 @@ class SnapshotIndex:
     def num_held(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def find(self, node: PrefixNode) -> int | None:
         """The snapshot of exactly this prefix."""
         entry = self._entries.get(node.digest)
