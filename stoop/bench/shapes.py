@@ -23,8 +23,32 @@ from stoop.models.head_loader import build_head
 from stoop.models.loader import fill_dummy
 from stoop.models.registry import read_model_spec
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000.0,
+    "vocab_size": 248320,
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
+    "llama-8b": LLAMA
+    | {
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_attention_heads": 32,
@@ -34,7 +58,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
     },
-    "llama-1b": {
+    "llama-1b": LLAMA
+    | {
         "hidden_size": 2048,
         "intermediate_size": 8192,
         "num_attention_heads": 32,
@@ -44,7 +69,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "tie_word_embeddings": True,
     },
-    "smollm2-135m": {
+    # As many parameters as qwen3.5-0.8b has, in its layers and in all.
+    "llama-0.8b": LLAMA
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 248320,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": LLAMA
+    | {
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_attention_heads": 9,
@@ -53,6 +91,41 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "rope_theta": 100000.0,
         "tie_word_embeddings": True,
+    },
+    "lfm2-1.2b": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "block_ff_dim": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 16,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "conv_L_cache": 3,
+        "norm_eps": 1e-5,
+        "vocab_size": 65536,
+        "rope_theta": 1000000.0,
+        "tie_embedding": True,
+    },
+    "qwen3.5-0.8b": QWEN3_5
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 24,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-9b": QWEN3_5
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 32,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": False,
     },
 }
 MIN_POSITIONS = 8192
@@ -88,29 +161,34 @@ def open_shape(
 
 
 def target_config(shape: str, num_positions: int) -> dict[str, Any]:
-    sizes = SHAPES[shape]
-    return sizes | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
-        "hidden_act": "silu",
+    return SHAPES[shape] | {
         "max_position_embeddings": max(MIN_POSITIONS, num_positions),
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": sizes.get("torch_dtype", "bfloat16"),
-        "attention_bias": False,
-        "mlp_bias": False,
+        "torch_dtype": SHAPES[shape].get("torch_dtype", "bfloat16"),
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
 
 
 def head_config(target: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of an EAGLE-3 head with one layer of the target's width."""
-    return target | {
+    """Return the config of an EAGLE-3 head with one Llama layer of the target's width."""
+    text = target.get("text_config")
+    config = target | text if isinstance(text, dict) else target
+    heads = config["num_attention_heads"]
+    sizes = ("block_ff_dim", "shared_intermediate_size", "intermediate_size")
+    return LLAMA | {
         "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": next(config[name] for name in sizes if config.get(name)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "num_hidden_layers": 1,
+        "rope_theta": config.get("rope_theta") or 10000.0,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "torch_dtype": config.get("torch_dtype") or config.get("dtype") or "float32",
+        "vocab_size": config["vocab_size"],
         "tie_word_embeddings": False,
-        "draft_vocab_size": min(DRAFT_VOCAB, target["vocab_size"]),
+        "draft_vocab_size": min(DRAFT_VOCAB, config["vocab_size"]),
     }
 
 

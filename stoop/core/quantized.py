@@ -28,3 +28,7 @@ class QuantizedRows:
         num_rows, num_bytes = self.data.shape
         values, block_bytes = BLOCKS[self.kind]
         return num_rows, num_bytes // block_bytes * values
+
+    def taken(self, rows: Any) -> "QuantizedRows":
+        """Some rows in another order. rows: an index of the first axis"""
+        return QuantizedRows(self.kind, self.data[rows])

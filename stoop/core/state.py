@@ -139,7 +139,8 @@ class StateLayout:
         return (self.num_slots + 1) * self.slot_bytes
 
     def context_bytes(self, context: float, states: Iterable[State] | None = None) -> float:
-        """Bytes of state that one decoding request reads after a context of this many tokens.
+        """Bytes of state that one decoding request moves after a context of this many tokens: it
+        reads its keys and values, and reads and writes its recurrent states.
 
         states: those of some layers; all by default
         """
@@ -149,5 +150,5 @@ class StateLayout:
                 size = DTYPE_BYTES[state.dtype or self.dtype]
                 total += state.tokens_read(context) * state.token_elements * size
             else:
-                total += sum(spec.num_bytes for spec in state.tensors.values())
+                total += 2 * sum(spec.num_bytes for spec in state.tensors.values())
         return total

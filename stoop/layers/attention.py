@@ -14,6 +14,7 @@ from stoop.layers.norm import RMSNorm, join_normed
 from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightView, prefixed
 from stoop.ops.kv_store import NO_SCALES
+from stoop.ops.norm import mul_sigmoid
 from stoop.ops.rope import HeadNorms, Rotation, rotate, rotate_and_store
 
 
@@ -50,8 +51,10 @@ class Attention(StatefulLayer):
 
     in_size: of the input, if it is not `hidden_size`; scale: of scores, if it is not
     head_dim**-0.5. Norms of q and k (`spec.qk_norm`) are of each head by itself; a subclass that
-    normalises otherwise overrides `head_norms`.
+    normalises otherwise overrides `head_norms`. norm_offset: of these norms (`RMSNorm`)
     """
+
+    gated = False  # whether `q_proj` also has a gate for every element of the output
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class Attention(StatefulLayer):
         window: int | None,
         in_size: int | None = None,
         scale: float | None = None,
+        norm_offset: float = 0.0,
     ) -> None:
         super().__init__()
         self.q_size = spec.num_heads * spec.head_dim
@@ -71,12 +75,13 @@ class Attention(StatefulLayer):
         self.qkv_proj = FusedLinear(
             ("q_proj", "k_proj", "v_proj"),
             in_size or spec.hidden_size,
-            (self.q_size, self.kv_size, self.kv_size),
+            (self.q_size * (1 + self.gated), self.kv_size, self.kv_size),
             spec.qkv_bias,
         )
         self.o_proj = FusedLinear(("o_proj",), self.q_size, (spec.hidden_size,), spec.o_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        norm = (spec.head_dim, spec.rms_norm_eps, norm_offset)
+        self.q_norm = RMSNorm(*norm) if spec.qk_norm else None
+        self.k_norm = RMSNorm(*norm) if spec.qk_norm else None
 
     @property
     def state(self) -> PagedState:
@@ -101,12 +106,20 @@ class Attention(StatefulLayer):
 
         keep: the caller still needs the input stream, so it must not be overwritten
         """
+        out = self._attend(x, norm, rotation, ctx)
+        return self.o_proj.onto(out, stream, keep=keep, prefetch_weight=not self.gated)
+
+    def branch(self, x: Tensor, norm: RMSNorm, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """The output alone, for families that scale it."""
+        return self.o_proj(self._attend(x, norm, rotation, ctx))
+
+    def _attend(
+        self, x: Tensor, norm: RMSNorm | None, rotation: Rotation, ctx: ForwardContext
+    ) -> Tensor:
         shape = self.shape
         qkv = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
         qkv = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        out = ctx.run(self, qkv, rotation)
-        out = out.reshape(-1, self.q_size)
-        return self.o_proj.onto(out, stream, keep=keep, prefetch_weight=True)
+        return ctx.run(self, qkv, rotation).reshape(-1, self.q_size)
 
     def core(
         self, cache: Tensor, metadata: PagedMetadata, qkv: Tensor, rotation: Rotation
@@ -155,3 +168,28 @@ class Attention(StatefulLayer):
         if self.q_norm is not None and self.k_norm is not None:
             yield from prefixed("q_norm", self.q_norm.weight_views())
             yield from prefixed("k_norm", self.k_norm.weight_views())
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by a sigmoid, element by element.
+
+    A checkpoint's `q_proj` has each head's queries and then its gates. Here the gates of all heads
+    come first, so that queries, keys and values are neighbours.
+    """
+
+    gated = True
+
+    def _attend(
+        self, x: Tensor, norm: RMSNorm | None, rotation: Rotation, ctx: ForwardContext
+    ) -> Tensor:
+        projected = self.qkv_proj(x) if norm is None else self.qkv_proj.of_norm(x, norm)
+        gate, qkv = projected[:, : self.q_size], projected[:, self.q_size :]
+        out = ctx.run(self, qkv.unflatten(1, (-1, self.shape.head_dim)), rotation)
+        return mul_sigmoid(out.reshape(-1, self.q_size), gate)
+
+    def weight_views(self) -> Iterator[WeightView]:
+        heads, head_dim = self.shape.num_heads, self.shape.head_dim
+        place = torch.arange(2 * self.q_size, device="cpu").view(heads, 2, head_dim)
+        order = place.flip(1).transpose(0, 1).flatten()
+        for view in super().weight_views():
+            yield view._replace(order=order) if view.name.startswith("q_proj.") else view

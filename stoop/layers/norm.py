@@ -10,12 +10,16 @@ from stoop.ops.norm import join_norms, rms_norm, rms_norm_into
 
 
 class RMSNorm(nn.Module):
-    """packed: the CPU kernels that serve packed weights compute it, in float32"""
+    """offset: checkpoints store the weight less this number. The sum has more digits than half
+    precisions have, so it is kept in float32.
+    packed: the CPU kernels that serve packed weights compute it, in float32
+    """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = empty_parameter(size)
+        self.weight = empty_parameter(size, wide=bool(offset))
         self.eps = eps
+        self.offset = offset
         self.packed = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,7 +33,7 @@ class RMSNorm(nn.Module):
             rms_norm_into(x, self.weight, self.eps, out)
 
     def weight_views(self) -> Iterator[WeightView]:
-        yield vector_view("weight", self.weight)
+        yield vector_view("weight", self.weight)._replace(offset=self.offset)
 
 
 def join_normed(parts: Sequence[Tensor], norms: Sequence[RMSNorm]) -> Tensor:

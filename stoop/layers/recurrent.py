@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoop.core.state import RecurrentState, TensorSpec
 from stoop.layers.linear import FusedLinear
@@ -28,14 +28,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """States are sums over a whole text, and decays are multiplied all along it: both are kept in
-    float32 or better."""
+    """States are sums over a whole text: they are kept in float32 or better."""
     return dtype if dtype == torch.float64 else torch.float32
-
-
-def _wide_parameter(size: int) -> nn.Parameter:
-    dtype = _wide(torch.get_default_dtype())
-    return nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
 
 class _Mixer(StatefulLayer):
@@ -132,7 +126,8 @@ class DeltaNet(_Mixer):
             bias=False,
         )
         self.out_proj = FusedLinear(("out_proj",), self.values, (shape.hidden_size,), bias=False)
-        self.a_log, self.dt_bias = _wide_parameter(heads), _wide_parameter(heads)
+        self.a_log = empty_parameter(heads, wide=True)
+        self.dt_bias = empty_parameter(heads, wide=True)
         self.norm = RMSNorm(shape.value_dim, shape.eps)
 
     @property
@@ -197,8 +192,9 @@ class Mamba2(_Mixer):
         )
         self.out_proj = FusedLinear(("out_proj",), inner, (shape.hidden_size,), shape.proj_bias)
         heads = shape.num_heads
-        self.a_log, self.dt_bias = _wide_parameter(heads), _wide_parameter(heads)
-        self.d = _wide_parameter(heads)
+        self.a_log = empty_parameter(heads, wide=True)
+        self.dt_bias = empty_parameter(heads, wide=True)
+        self.d = empty_parameter(heads, wide=True)
         self.norm = RMSNorm(inner, shape.eps)
 
     @property

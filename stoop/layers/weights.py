@@ -21,6 +21,8 @@ class WeightView(NamedTuple):
     name: str
     weight: Weight  # all of a parameter, or some of its rows
     layer: "MatrixLayer | None" = None  # whose matrix it is a part of; None for a vector
+    order: Tensor | None = None  # [rows] int64: the checkpoint's row for each row of the weight
+    offset: float = 0.0  # is added to the checkpoint's values
 
     @property
     def data(self) -> Tensor:
@@ -32,6 +34,12 @@ class WeightView(NamedTuple):
         return self.weight.scheme.shape(self.weight)
 
     def fill(self, values: Tensor | QuantizedRows) -> None:
+        if self.order is not None:
+            order = self.order
+            values = values[order] if isinstance(values, Tensor) else values.taken(order)
+        if self.offset:
+            assert isinstance(values, Tensor), values
+            values = values.to(self.data.dtype) + self.offset
         self.weight.scheme.store(self.weight, values)
 
 
@@ -52,9 +60,14 @@ def renamed(names: Mapping[str, str], views: Iterator[WeightView]) -> Iterator[W
         yield view._replace(name=f"{names.get(module, module)}.{rest}")
 
 
-def empty_parameter(*shape: int) -> nn.Parameter:
-    """An unfilled parameter in the default dtype, on the default device."""
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+def empty_parameter(*shape: int, wide: bool = False) -> nn.Parameter:
+    """An unfilled parameter on the default device, in the default dtype.
+
+    wide: in float32 if that is narrower
+    """
+    dtype = torch.get_default_dtype()
+    dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
 class MatrixLayer(nn.Module):

@@ -90,8 +90,9 @@ def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """The end-of-text tokens of the generation config if it has them, else of the model's."""
     generation = folder / "generation_config.json"
     value = read_json(generation).get("eos_token_id") if generation.exists() else None
-    if value is None:
-        value = config.get("eos_token_id")
+    text = config.get("text_config")  # of multimodal models
+    for place in (config, text if isinstance(text, dict) else {}):
+        value = place.get("eos_token_id") if value is None else value
     return token_ids("eos_token_id", value)
 
 

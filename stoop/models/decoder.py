@@ -115,14 +115,15 @@ class DecoderModel(nn.Module):
     """
 
     layer_class: Callable[[Any, int | None], nn.Module] = DecoderLayer
-    norm_name = "model.norm"  # of the last norm, in a checkpoint
+    prefix = "model"  # of all tensor names in a checkpoint but that of the LM head
+    norm_name = "norm"  # of the last norm
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.spec = spec
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(self.make_layers())
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.norm = self.make_norm()
         self.lm_head = OutputHead(
             spec.vocab_size,
             spec.hidden_size,
@@ -134,6 +135,9 @@ class DecoderModel(nn.Module):
     def make_layers(self) -> Iterable[nn.Module]:
         windows = self.spec.windows or (None,) * self.spec.num_layers
         return [self.layer_class(self.spec, window) for window in windows]
+
+    def make_norm(self) -> RMSNorm:
+        return RMSNorm(self.spec.hidden_size, self.spec.rms_norm_eps)
 
     def prepare(self, num_positions: int) -> None:
         """Build the rotary table on the weights' device; take the kernels that serve all layers."""
@@ -153,8 +157,8 @@ class DecoderModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of computation; matrices may be stored in another one."""
-        return self.norm.weight.dtype
+        """The dtype of computation; matrices may be stored in another one, norms in a wider one."""
+        return self.embed_tokens.compute_dtype or self.embed_tokens.weight.dtype
 
     def forward(
         self,
@@ -205,11 +209,11 @@ class DecoderModel(nn.Module):
 
     def weight_views(self) -> Iterator[WeightView]:
         """Every tensor that a Hugging Face checkpoint of this model must have."""
-        yield from prefixed("model.embed_tokens", self.embed_tokens.weight_views())
+        yield from prefixed(f"{self.prefix}.embed_tokens", self.embed_tokens.weight_views())
         for index, layer in enumerate(self.layers):
             views = cast(DecoderLayer, layer).weight_views()
-            yield from prefixed(f"model.layers.{index}", views)
-        yield from prefixed(self.norm_name, self.norm.weight_views())
+            yield from prefixed(f"{self.prefix}.layers.{index}", views)
+        yield from prefixed(f"{self.prefix}.{self.norm_name}", self.norm.weight_views())
         yield from prefixed("lm_head", self.lm_head.weight_views())
 
     def is_derived(self, name: str) -> bool:

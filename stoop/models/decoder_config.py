@@ -16,7 +16,7 @@ from stoop.models.config_reader import (
     token_ids,
 )
 from stoop.models.decoder import DecoderSpec
-from stoop.models.rope_config import reach, read_rope
+from stoop.models.rope_config import reach, read_rope, read_rotary_dim
 
 # What transformers assumes for a windowed architecture whose config does not say.
 DEFAULT_WINDOW = 4096
@@ -33,8 +33,13 @@ def read_decoder_spec(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     windows: Windows = (),
+    partial_rotary: bool = False,
 ) -> DecoderSpec:
-    """Read the spec. windows: one per layer; empty for full attention in all of them"""
+    """Read the spec.
+
+    windows: one per layer; empty for full attention in all of them
+    partial_rotary: some dimensions of a head may stay as they are
+    """
     _refuse_unsupported(config)
     reader = Reader(config)
     num_heads = reader.whole("num_attention_heads")
@@ -43,8 +48,9 @@ def read_decoder_spec(
     num_layers = read_num_layers(config)
     max_position = reader.whole("max_position_embeddings")
     num_kv_heads = reader.whole("num_key_value_heads", default=num_heads)
-    rope = read_rope(config, max_position, head_dim)
     _check_heads(num_heads, num_kv_heads, head_dim)
+    rotary_dim = read_rotary_dim(config, head_dim, partial_rotary)
+    rope = read_rope(config, max_position, rotary_dim or head_dim)
     return DecoderSpec(
         architecture=architecture,
         vocab_size=reader.whole("vocab_size"),
@@ -57,6 +63,7 @@ def read_decoder_spec(
         rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
         max_position=reach(rope, max_position),
         rope=rope,
+        rotary_dim=rotary_dim,
         dtype=checkpoint_dtype(config),
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         qkv_bias=qkv_bias,

@@ -1,7 +1,7 @@
 """Loads a draft head from its folder onto a device and attaches it to its target."""
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -9,6 +9,7 @@ from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import FP8, DeviceConfig, HeadSpec, ModelSpec
 from stoop.core.report import Report
+from stoop.layers.rope import RopeSpec
 from stoop.models.base import DraftModel, Model
 from stoop.models.decoder import DecoderSpec
 from stoop.models.eagle import EagleHead, EagleSpec
@@ -80,8 +81,10 @@ def new_head_spec(
             f"{target.architecture} is not a Llama-like decoder, and stoop trains heads for no "
             "other kind: use another target"
         )
+    # The fields of any Llama-like decoder, without those of a family such as a hybrid.
+    shared = {each.name: getattr(target, each.name) for each in fields(DecoderSpec)}
     decoder = replace(
-        target,
+        DecoderSpec(**shared),
         architecture="LlamaForCausalLM",
         num_layers=1,
         vocab_size=draft_size,
@@ -91,6 +94,8 @@ def new_head_spec(
         mlp_bias=False,
         qk_norm=False,
         windows=(None,),
+        rope=target.rope if target.rotary_dim is None else RopeSpec(target.rope.theta),
+        rotary_dim=None,
         bos_token_id=None,
         eos_token_ids=(),
     )

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stoop.config.errors import CheckpointError
-from stoop.config.values import is_whole, shown
 from stoop.layers.attention import Attention
 from stoop.layers.norm import RMSNorm
 from stoop.layers.recurrent import ShortConv
@@ -17,11 +15,11 @@ from stoop.models.config_reader import Reader
 from stoop.models.decoder import MLP, DecoderSpec
 from stoop.models.decoder_config import read_decoder_spec, read_num_layers
 from stoop.models.family import Family
-from stoop.models.hybrid import HybridModel, read_layer_types
+from stoop.models.hybrid import ATTENTION, HybridModel, read_layer_indices, read_layer_types
 from stoop.ops.rope import Rotation
 
 ARCHITECTURE = "Lfm2ForCausalLM"
-CONV, ATTENTION = "conv", "full_attention"
+CONV = "conv"
 ATTENTION_NAMES = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 MLP_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -70,7 +68,7 @@ class Lfm2Layer(nn.Module):
 
 class Lfm2Model(HybridModel):
     spec: Lfm2Spec
-    norm_name = "model.embedding_norm"
+    norm_name = "embedding_norm"
 
     def make_layers(self) -> Iterable[nn.Module]:
         return [Lfm2Layer(self.spec, kind) for kind in self.spec.layer_types]
@@ -102,14 +100,9 @@ def read_spec(config: dict[str, Any], architecture: str) -> Lfm2Spec:
 
 def _by_index(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
     """Older configs list the attention layers; without a list, all layers have attention."""
-    places = config.get("full_attn_idxs")
+    places = read_layer_indices(config, "full_attn_idxs")
     if places is None:
         return (ATTENTION,) * num_layers
-    if not isinstance(places, list) or not all(is_whole(place) for place in places):
-        raise CheckpointError(
-            f"config.json has full_attn_idxs={shown(places)} where a list of layers is needed: fix "
-            "the config or fetch it again"
-        )
     return tuple(ATTENTION if index in places else CONV for index in range(num_layers))
 
 

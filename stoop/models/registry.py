@@ -8,12 +8,15 @@ from stoop.checkpoint.gguf_layout import register_layout
 from stoop.config.errors import CheckpointError, ConfigError
 from stoop.config.schema import ModelSpec
 from stoop.config.values import MAX_SHOWN, shown
+from stoop.models.bamba import BAMBA
 from stoop.models.config_reader import eos_token_ids, read_json
 from stoop.models.family import Family
+from stoop.models.granite_hybrid import GRANITE_HYBRID
 from stoop.models.lfm2 import LFM2
 from stoop.models.llama import LLAMA
 from stoop.models.mistral import MISTRAL
 from stoop.models.qwen import QWEN2, QWEN3
+from stoop.models.qwen3_5 import QWEN3_5, QWEN3_5_VISION
 
 _families: dict[str, Family] = {}  # by architecture
 
@@ -32,7 +35,10 @@ def register_model(family: Family) -> None:
         register_layout(family.gguf)
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, LFM2):
+for _family in (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3),
+    *(LFM2, QWEN3_5, QWEN3_5_VISION, GRANITE_HYBRID, BAMBA),
+):
     register_model(_family)
 
 

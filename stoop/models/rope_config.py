@@ -22,22 +22,45 @@ _ROPE_NUMBERS = (
 )
 
 
-def read_rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeSpec:
+def read_rotary_dim(config: dict[str, Any], head_dim: int, partial: bool) -> int | None:
+    """The dimensions of a head that are rotated, the first ones; None for all of them.
+
+    partial: whether the family may leave some as they are
+    """
+    given = [each.get("partial_rotary_factor") for each in (_scaling(config), config)]
+    factors = [factor for factor in given if factor is not None]
+    if not partial and any(factor != 1.0 for factor in factors):
+        raise CheckpointError(
+            "partial_rotary_factor other than 1 is not supported: use another model"
+        )
+    factor = as_number("partial_rotary_factor", factors[0]) if factors else 1.0
+    rotary_dim = int(min(factor, 2.0) * head_dim)  # an absurd factor would overflow
+    if rotary_dim > head_dim or rotary_dim < 2 or rotary_dim % 2:
+        raise CheckpointError(
+            f"config.json rotates {rotary_dim} of {head_dim} dimensions of a head, where an even "
+            f"number from 2 to {head_dim} is needed: fix partial_rotary_factor"
+        )
+    return None if rotary_dim == head_dim else rotary_dim
+
+
+def _scaling(config: dict[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise CheckpointError(
             f"config.json has rope scaling {shown(scaling)} where an object is needed: fix the "
             "config"
         )
+    return scaling
+
+
+def read_rope(config: dict[str, Any], max_position: int, rotary_dim: int) -> RopeSpec:
+    """rotary_dim: the dimensions of a head that are rotated"""
+    scaling = _scaling(config)
     numbers = {k: as_number(k, scaling[k]) for k in _ROPE_NUMBERS if scaling.get(k) is not None}
     theta = as_number(
         "rope_theta", scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if any(each.get("partial_rotary_factor") not in (None, 1.0) for each in (config, scaling)):
-        raise CheckpointError(
-            "partial_rotary_factor other than 1 is not supported: use another model"
-        )
     original = _original_positions(scaling, config, max_position)
     try:
         if kind == "default":
@@ -56,7 +79,7 @@ def read_rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeS
         if kind == "yarn":
             return _yarn(theta, scaling, numbers, original, max_position)
         if kind == "factors":
-            return RopeSpec(theta, "factors", factors=_factors(scaling["factors"], head_dim // 2))
+            return RopeSpec(theta, "factors", factors=_factors(scaling["factors"], rotary_dim // 2))
     except KeyError as error:
         raise CheckpointError(
             f"config.json lacks {error.args[0]!r} for its {kind} rope scaling: fix the config"

@@ -13,9 +13,11 @@ from stoop.ops.dispatch import op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last axis; half precisions are squared and summed in float32.
 
-    x: [..., n], weight: [n]
+    x: [..., n]; weight: [n], in the dtype of x or a wider one, which is then that of all arithmetic
     """
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
 @op("x")
@@ -76,3 +78,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up of a fused [..., 2n] projection."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(F.silu(gate), up)
+
+
+@op("x")
+def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute x * sigmoid(gate). x: [tokens, n], contiguous; gate: the same, rows may lie apart"""
+    return x * torch.sigmoid(gate)

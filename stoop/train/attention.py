@@ -1,4 +1,4 @@
-"""Attention over packs, without a cache.
+"""Stateful layers over packs, without a cache.
 
 The target uses causal attention within each document, and so does the head in its first pass. In
 later passes each anchor continues its own chain of drafts, and attends to what a draft decode step
@@ -6,6 +6,7 @@ would: the keys of true features up to the anchor, and the keys of the chain's o
 FlashAttention computes the first part, and the few keys of the chain are merged into its result.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -14,20 +15,51 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from stoop.attention.base import AttentionShape
 from stoop.config.errors import ConfigError
+from stoop.core.state import RecurrentState
 from stoop.layers.attention import Attention
 from stoop.layers.stateful import StatefulLayer
+from stoop.ops.recurrent import RecurrentRows
 from stoop.train.packing import Layout
 
 
 class PackedContext:
-    """The forward context of the target: causal attention within documents; nothing is kept."""
+    """The forward context of the target: each document by itself; nothing is kept."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     def run(self, layer: StatefulLayer, *inputs: Any) -> Tensor:
+        state = layer.state
+        if isinstance(state, RecurrentState):
+            return layer.core(self._states(state), self._rows, *inputs)
         layer = _attention(layer)
         return attend(self.layout, layer.shape, *layer.rotated(*inputs))
+
+    def _states(self, state: RecurrentState) -> dict[str, Tensor]:
+        """Empty states of one layer, a slot for each document and the sink."""
+        num_rows, device = len(self.layout.lengths) + 1, self.layout.starts.device
+        return {
+            name: torch.zeros(
+                num_rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device
+            )
+            for name, spec in state.slot_tensors(query_len=1).items()
+        }
+
+    @functools.cached_property
+    def _rows(self) -> RecurrentRows:
+        """Documents as the rows of a step, each a prompt without context."""
+        starts = self.layout.starts
+        lengths = starts[1:] - starts[:-1]
+        slots = torch.arange(lengths.shape[0], device=starts.device)
+        pending = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device=starts.device)
+        return RecurrentRows(
+            query_start_loc=starts,
+            context_lens=torch.zeros_like(lengths),
+            seq_lens=lengths,
+            slots=slots,
+            pending=pending,
+            short=self.layout.longest == 1,
+        )
 
 
 class UnrolledContext:
@@ -49,8 +81,8 @@ class UnrolledContext:
 def _attention(layer: StatefulLayer) -> Attention:
     if not isinstance(layer, Attention):
         raise ConfigError(
-            f"train-draft cannot run a target with {type(layer).__name__} layers: use one that has "
-            "attention layers only"
+            f"train-draft cannot run a model with {type(layer).__name__} layers: use one that has "
+            "attention and recurrent layers only"
         )
     return layer
 

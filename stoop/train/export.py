@@ -86,7 +86,8 @@ def _layer_config(found: Trained) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-    config |= {name: source[name] for name in _ROTARY if source.get(name) is not None}
+    if decoder.rope.kind != "default":
+        config |= {name: source[name] for name in _ROTARY if source.get(name) is not None}
     return config | {"rope_theta": decoder.rope.theta}
 
 
@@ -184,4 +185,7 @@ def model_card(
 
 
 def read_target_config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "config.json")
+    """A config.json; of a multimodal model, with the settings of its text part."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stoop.bench.profile import DeviceTimes
-from stoop.bench.shapes import SHAPES, open_shape
+from stoop.bench.shapes import LLAMA, SHAPES, open_shape
 from stoop.bench.step import (
     Span,
     StepBytes,
@@ -24,7 +24,7 @@ from stoop.bench.step import (
 from stoop.llm import LLM
 from stoop.worker.memory import weight_bytes
 
-TINY = {
+TINY = LLAMA | {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 4,

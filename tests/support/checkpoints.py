@@ -12,6 +12,12 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -71,6 +77,41 @@ def _qwen3(**changes: Any) -> Architecture:
     return Architecture(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, **changes})
 
 
+def _lfm2(**changes: Any) -> Architecture:
+    sizes = {"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "num_hidden_layers": 4}
+    kinds = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
+    return Architecture(Lfm2Config, Lfm2ForCausalLM, {**sizes, **kinds, **changes})
+
+
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+
+
+def _granite_hybrid(**changes: Any) -> Architecture:
+    more = {
+        "shared_intermediate_size": 96,
+        "num_local_experts": 0,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    }
+    return Architecture(
+        GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, {**_MAMBA, **more, **changes}
+    )
+
+
+def _bamba(**changes: Any) -> Architecture:
+    return Architecture(
+        BambaConfig, BambaForCausalLM, {**_MAMBA, "attn_layer_indices": [1], **changes}
+    )
+
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 50000.0,
@@ -109,6 +150,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         max_window_layers=2,
         attention_bias=True,
     ),
+    "lfm2": _lfm2(),
+    "lfm2-biases": _lfm2(conv_bias=True, conv_L_cache=4, tie_word_embeddings=False),
+    "granite-hybrid": _granite_hybrid(),
+    "granite-groups": _granite_hybrid(
+        mamba_n_groups=2, mamba_proj_bias=True, position_embedding_type="rope", attention_bias=True
+    ),
+    "granite-attention": _granite_hybrid(
+        layer_types=["attention"] * 3,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+        embedding_multiplier=0.4,
+    ),
+    "bamba": _bamba(),
+    "bamba-groups": _bamba(
+        mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=2, attention_bias=True, mlp_bias=True
+    ),
 }
 WINDOWED = ("mistral", "qwen2-window", "qwen3-window")
 
@@ -125,10 +182,14 @@ def make_model(name: str, seed: int) -> PreTrainedModel:
 
 
 def _draw(key: str, parameter: torch.Tensor, generator: torch.Generator, tied: bool) -> None:
-    if "norm" in key:
+    if key.endswith("A_log"):
+        parameter.uniform_(0.0, 1.5, generator=generator)  # so that states last a few tokens
+    elif "norm" in key or key.endswith(".D"):
         parameter.uniform_(0.5, 1.5, generator=generator)
     elif key.endswith("bias"):
         parameter.normal_(0.0, 0.3, generator=generator)
+    elif "conv.conv" in key or "conv1d" in key:
+        parameter.normal_(0.0, 0.5, generator=generator)
     elif "embed_tokens" in key:
         # A tied matrix also makes the logits: large values keep the best two apart.
         parameter.normal_(0.0, 0.35 if tied else 1.0, generator=generator)

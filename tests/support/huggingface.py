@@ -76,8 +76,10 @@ class HuggingFace:
     def _run(self, prompt: tuple[int, ...], num_tokens: int) -> Reference:
         token_ids: list[int] = []
         new, past = torch.tensor([prompt]), None
-        for _ in range(num_tokens):
-            out = self.model(new, past_key_values=past, use_cache=True)
+        for step in range(num_tokens):
+            # Bamba's own positions start anew in every pass.
+            places = torch.arange(len(prompt) + step)[None, -new.shape[1] :]
+            out = self.model(new, past_key_values=past, use_cache=True, position_ids=places)
             past = out.past_key_values
             new = out.logits[:, -1].argmax(dim=1, keepdim=True)
             token_ids.append(int(new))

@@ -50,12 +50,12 @@ def test_bytes_of_a_slot_count_the_log_for_every_token_of_a_decode() -> None:
     assert mixed.block_bytes == layout(PagedState(2, 8, 8)).block_bytes
 
 
-def test_a_request_reads_its_context_or_its_window_and_recurrent_state_whole() -> None:
+def test_a_request_reads_its_context_or_its_window_and_moves_its_recurrent_state() -> None:
     full, windowed = PagedState(2, 8, 8), PagedState(2, 8, 8, window=10)
     every = layout(full, windowed, VECTOR)
     token = 2 * 16 * 4
-    assert every.context_bytes(100) == (100 + 10) * token + 15 * 4
-    assert every.context_bytes(4) == (4 + 4) * token + 15 * 4
+    assert every.context_bytes(100) == (100 + 10) * token + 2 * 15 * 4
+    assert every.context_bytes(4) == (4 + 4) * token + 2 * 15 * 4
     assert every.context_bytes(100, every.states[:1]) == 100 * token
 
 

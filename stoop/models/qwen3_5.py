@@ -1,0 +1,188 @@
+"""Qwen3.5: gated delta nets, and gated attention in every fourth layer.
+
+Norms multiply by 1 + weight, except those inside the delta nets. Hub checkpoints are multimodal:
+their text part is loaded, the vision tower and the MTP head are left out.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from stoop.config.errors import CheckpointError
+from stoop.config.values import shown
+from stoop.layers.attention import GatedAttention
+from stoop.layers.norm import RMSNorm
+from stoop.layers.recurrent import DeltaNet, DeltaNetShape
+from stoop.layers.stateful import ForwardContext
+from stoop.layers.weights import WeightView, prefixed
+from stoop.models.config_reader import Reader
+from stoop.models.decoder import MLP, DecoderSpec
+from stoop.models.decoder_config import read_decoder_spec, read_num_layers
+from stoop.models.family import Family
+from stoop.models.hybrid import HybridModel, read_layer_types
+from stoop.ops.rope import Rotation
+
+LINEAR, FULL = "linear_attention", "full_attention"
+NORM_OFFSET = 1.0
+DEFAULT_INTERVAL = 4  # layers from one with full attention to the next
+DEFAULT_ROTATED = 0.25  # of a head's dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Spec(DecoderSpec):
+    layer_types: tuple[str, ...]
+    delta: DeltaNetShape
+
+
+class Qwen35Layer(nn.Module):
+    def __init__(self, spec: Qwen35Spec, kind: str) -> None:
+        super().__init__()
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, NORM_OFFSET)
+        self.linear_attn = self.self_attn = None
+        if kind == LINEAR:
+            self.linear_attn = DeltaNet(spec.delta)
+        else:
+            self.self_attn = GatedAttention(spec, window=None, norm_offset=NORM_OFFSET)
+        self.post_attention_layernorm = RMSNorm(size, eps, NORM_OFFSET)
+        self.mlp = MLP(spec)
+
+    def forward(
+        self, stream: Tensor, rotation: Rotation, ctx: ForwardContext, keep: bool = False
+    ) -> Tensor:
+        norm = self.input_layernorm
+        if self.linear_attn is not None:
+            stream = self.linear_attn(stream, norm, stream, ctx, keep)
+        else:
+            assert self.self_attn is not None
+            stream = self.self_attn(stream, norm, stream, rotation, ctx, keep)
+        mixed: Tensor = self.mlp(stream, self.post_attention_layernorm)
+        return mixed
+
+    def weight_views(self) -> Iterator[WeightView]:
+        yield from prefixed("input_layernorm", self.input_layernorm.weight_views())
+        if self.linear_attn is not None:
+            yield from prefixed("linear_attn", self.linear_attn.weight_views())
+        if self.self_attn is not None:
+            yield from prefixed("self_attn", self.self_attn.weight_views())
+        norm = self.post_attention_layernorm
+        yield from prefixed("post_attention_layernorm", norm.weight_views())
+        yield from prefixed("mlp", self.mlp.weight_views())
+
+
+class Qwen35Model(HybridModel):
+    spec: Qwen35Spec
+
+    def make_layers(self) -> Iterable[nn.Module]:
+        return [Qwen35Layer(self.spec, kind) for kind in self.spec.layer_types]
+
+    def make_norm(self) -> RMSNorm:
+        return RMSNorm(self.spec.hidden_size, self.spec.rms_norm_eps, NORM_OFFSET)
+
+    def is_derived(self, name: str) -> bool:
+        return name.startswith(("mtp.", "model.visual.")) or super().is_derived(name)
+
+
+class Qwen35VisionModel(Qwen35Model):
+    """The text part of a multimodal checkpoint."""
+
+    prefix = "model.language_model"
+
+
+def read_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
+    _refuse_unsupported(config)
+    reader = Reader(config)
+    bias = reader.flag("attention_bias")
+    head_dim = reader.whole("head_dim", default=256)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = dict(rope) if isinstance(rope, dict) else rope
+    fraction = config.get("partial_rotary_factor")
+    if isinstance(rope, dict):
+        fraction = rope.pop("partial_rotary_factor", fraction)
+    base = read_decoder_spec(
+        config | {"head_dim": head_dim, "rope_parameters": rope, "partial_rotary_factor": None},
+        architecture,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+    )
+    return Qwen35Spec(
+        **vars(base) | {"rotary_dim": _rotary_dim(fraction, head_dim)},
+        layer_types=read_layer_types(config, (LINEAR, FULL)) or _by_interval(config),
+        delta=_read_delta(reader, base),
+    )
+
+
+def read_vision_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(
+            f"config.json has text_config={shown(text)} where an object is needed: fix the config "
+            "or fetch it again"
+        )
+    outer = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    given = {key: config[key] for key in outer if config.get(key) is not None}
+    return read_spec(given | {k: v for k, v in text.items() if v is not None}, architecture)
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
+    if config.get("attn_output_gate") is False:
+        raise CheckpointError("attn_output_gate=false is not supported: use a Qwen3.5 model")
+    if config.get("output_gate_type", "swish") not in ("swish", "silu"):
+        raise CheckpointError(
+            f"output_gate_type={shown(config['output_gate_type'])} is not supported: use a model "
+            "with swish"
+        )
+
+
+def _rotary_dim(fraction: Any, head_dim: int) -> int:
+    fraction = DEFAULT_ROTATED if fraction is None else fraction
+    rotated = int(head_dim * fraction) if isinstance(fraction, int | float) else 0
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise CheckpointError(
+            f"config.json has partial_rotary_factor={shown(fraction)} for heads of {head_dim}: an "
+            "even number of dimensions must be rotated: fix the config"
+        )
+    return rotated
+
+
+def _by_interval(config: dict[str, Any]) -> tuple[str, ...]:
+    interval = Reader(config).whole("full_attention_interval", default=DEFAULT_INTERVAL)
+    places = range(1, read_num_layers(config) + 1)
+    return tuple(LINEAR if place % interval else FULL for place in places)
+
+
+def _read_delta(reader: Reader, base: DecoderSpec) -> DeltaNetShape:
+    keys = reader.whole("linear_num_key_heads", default=16)
+    values = reader.whole("linear_num_value_heads", default=32)
+    if values % keys:
+        raise CheckpointError(
+            f"config.json has {values} linear value heads, which {keys} key heads do not divide: "
+            "fix the config"
+        )
+    return DeltaNetShape(
+        hidden_size=base.hidden_size,
+        num_key_heads=keys,
+        num_value_heads=values,
+        key_dim=reader.whole("linear_key_head_dim", default=128),
+        value_dim=reader.whole("linear_value_head_dim", default=128),
+        conv_width=reader.whole("linear_conv_kernel_dim", default=4),
+        eps=base.rms_norm_eps,
+    )
+
+
+QWEN3_5 = Family(
+    architectures=("Qwen3_5ForCausalLM",),
+    model_types=("qwen3_5_text",),
+    read_spec=read_spec,
+    build=Qwen35Model,
+)
+QWEN3_5_VISION = Family(
+    architectures=("Qwen3_5ForConditionalGeneration",),
+    model_types=("qwen3_5",),
+    read_spec=read_vision_spec,
+    build=Qwen35VisionModel,
+    layer_prefix="model.language_model.layers.",
+)
