@@ -82,10 +82,14 @@ def check_room(config: Config) -> None:
     if weights + states > room:
         raise MemoryShortage(f"{in_dtype}, together more than {here}", "lower max_num_seqs")
     if weights + states + kv > room:
-        given = config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None
+        cache = config.cache
+        what, lower = "the KV cache", "lower max_model_len"
+        if cache.num_blocks is not None or cache.kv_cache_memory is not None:
+            lower = "lower kv_cache_memory or num_kv_blocks"
+        if cache.state_cache_memory and cache.enable_prefix_caching:
+            what, lower = "its caches", "lower kv_cache_memory, num_kv_blocks or state_cache_memory"
         raise MemoryShortage(
-            f"{in_dtype} and the KV cache {kv / GIB:.1f} GiB, together more than {here}",
-            "lower kv_cache_memory or num_kv_blocks" if given else "lower max_model_len",
+            f"{in_dtype} and {what} {kv / GIB:.1f} GiB, together more than {here}", lower
         )
 
 
