@@ -28,6 +28,7 @@ FIXED = (
     "max_capture_size",
     "num_kv_blocks",
     "kv_cache_memory",
+    "state_cache_memory",
 )
 
 

@@ -187,12 +187,15 @@ def _cache(options: EngineOptions, zero_new_blocks: bool) -> CacheConfig:
     num_blocks = options.num_kv_blocks
     if num_blocks is not None:
         _integer("num_kv_blocks", num_blocks, least=MIN_KV_BLOCKS)
-    memory = options.kv_cache_memory
+    memory, states = options.kv_cache_memory, options.state_cache_memory
     return CacheConfig(
         block_size=size,
         num_blocks=num_blocks,
         gpu_memory_utilization=float(share),
         kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
+        state_cache_memory=None
+        if states is None
+        else parse_bytes("state_cache_memory", states, or_zero=True),
         enable_prefix_caching=options.enable_prefix_caching,
         zero_new_blocks=zero_new_blocks,
     )
@@ -340,12 +343,12 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def parse_bytes(name: str, value: int | str) -> int:
+def parse_bytes(name: str, value: int | str, or_zero: bool = False) -> int:
     """Parse a size such as `2147483648`, `2GiB`, `500MB` or `2G`."""
     text = value if isinstance(value, str) else shown(value)
     match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2]) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
+    if match is None or unit is None or not (float(match[1]) > 0 or or_zero):
         advice = "use a number of bytes, such as 2147483648 or 2GiB"
-        raise ConfigError(f"{name}={shown(value)}: {advice}")
+        raise ConfigError(f"{name}={shown(value)}: {advice}{', or 0' if or_zero else ''}")
     return int(float(match[1]) * unit)

@@ -105,6 +105,7 @@ class CacheConfig:
     num_blocks: int | None = None  # exact number, including the null block; for tests and experts
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None  # bytes
+    state_cache_memory: int | None = None  # bytes; None: by device
     enable_prefix_caching: bool = True
     zero_new_blocks: bool = False  # zero each block when a request gets it, before it is used
 
@@ -245,6 +246,14 @@ class EngineOptions:
     kv_cache_memory: int | str | None = field(
         default=None,
         metadata={"help": "size of the KV cache, such as 2GiB; overrides the fraction"},
+    )
+    state_cache_memory: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "memory for the prefix cache of models with recurrent layers, such as 2GiB: it "
+            "keeps snapshots of their state; 0 turns it off; default: 5 % of the memory left on a "
+            "GPU, 0 on a CPU"
+        },
     )
     attention_backend: str = field(
         default="auto",

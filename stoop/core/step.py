@@ -45,6 +45,30 @@ class PlannedRow:
 
 
 @dataclass(frozen=True)
+class StateCopy:
+    """A slot's recurrent state is copied to a snapshot, or back."""
+
+    slot: int
+    snapshot: int
+
+
+@dataclass(frozen=True)
+class EndedCopy(StateCopy):
+    """To a snapshot, from a slot whose request has ended."""
+
+    pending: int  # logged tokens that count: those up to the end of a block
+
+
+@dataclass(frozen=True)
+class StateCopies:
+    """The copies of recurrent state in a step, in this order."""
+
+    ended: list[EndedCopy] = field(default_factory=list)  # before the slots get other requests
+    restores: list[StateCopy] = field(default_factory=list)  # before the phases
+    saves: list[StateCopy] = field(default_factory=list)  # after the phases
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step: its rows, and the changes to slots that come first."""
 
@@ -54,6 +78,7 @@ class StepPlan:
     block_appends: list[BlockAppend] = field(default_factory=list)
     # Blocks that requests get in this step, less cached prefixes. Empty if none must be zeroed.
     blocks_to_zero: list[int] = field(default_factory=list)
+    copies: StateCopies | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,7 @@ from stoop.core.step import StepPlan, StepResult
 from stoop.engine.compiling import CompilingRequests
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.executor import Executor, StepHandle
+from stoop.scheduler.hybrid import HybridScheduler
 from stoop.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,7 @@ class EngineCore:
 
     def __init__(self, schedule: ScheduleConfig, cache: CacheConfig, executor: Executor) -> None:
         self.executor = executor
-        if cache.enable_prefix_caching and not executor.caches_prefixes:
-            log.info("prefix caching is off: the model's layers have recurrent state")
-            cache = replace(cache, enable_prefix_caching=False)
-        self.scheduler = Scheduler(schedule, cache, executor.num_blocks)
+        self.scheduler = _make_scheduler(schedule, cache, executor)
         self.compiling = CompilingRequests(executor)
         self.trial: DraftTrial | None = None  # where it is open whether drafts pay
         self._run_ahead = schedule.run_ahead
@@ -196,7 +194,7 @@ class EngineCore:
     def metrics(self) -> dict[str, Any]:
         """Counters since the start, and the state of queues and cache now."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        cache, stats = scheduler.prefix_cache, scheduler.stats
+        cache, stats, snapshots = scheduler.prefix_cache, scheduler.stats, scheduler.snapshots
         return {
             "num_requests_waiting": len(scheduler.waiting) + len(self.compiling),
             "num_requests_running": len(scheduler.running),
@@ -210,6 +208,10 @@ class EngineCore:
             "num_preemptions": stats.num_preemptions,
             "prefix_cache_queried_tokens": cache.num_queried_tokens,
             "prefix_cache_hit_tokens": cache.num_hit_tokens,
+            "state_cache_snapshots": snapshots.num_snapshots,
+            "state_cache_snapshots_held": snapshots.num_held,
+            "state_cache_snapshots_taken": snapshots.num_taken,
+            "state_cache_snapshots_restored": snapshots.num_restored,
             **stats.spec.as_metrics(),
             "max_num_seqs": scheduler.config.max_num_seqs,
             "kv_cache_usage": pool.num_used / pool.num_usable,
@@ -217,3 +219,17 @@ class EngineCore:
             "kv_cache_tokens": self.limits.kv_tokens,
             "kv_cache_bytes": pool.num_blocks * self.executor.block_bytes,
         }
+
+
+def _make_scheduler(schedule: ScheduleConfig, cache: CacheConfig, executor: Executor) -> Scheduler:
+    """With recurrent state, a prefix cache needs snapshots of it."""
+    if not cache.enable_prefix_caching or executor.caches_prefixes:
+        return Scheduler(schedule, cache, executor.num_blocks)
+    if executor.num_snapshots:
+        return HybridScheduler(schedule, cache, executor.num_blocks, executor.num_snapshots)
+    log.info(
+        "prefix caching is off: the model's layers have recurrent state; state_cache_memory, such "
+        "as 1GiB, turns it on"
+    )
+    cache = replace(cache, enable_prefix_caching=False)
+    return Scheduler(schedule, cache, executor.num_blocks)

@@ -60,6 +60,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def num_snapshots(self) -> int:
+        """Snapshots of recurrent state that plans may copy to and from."""
+        ...
+
+    @property
     def draft_seconds(self) -> float:
         """Host time that the last step spent on making drafts."""
         ...

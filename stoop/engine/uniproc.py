@@ -33,6 +33,10 @@ class UniprocExecutor:
         return not self.runner.state_layout.recurrent
 
     @property
+    def num_snapshots(self) -> int:
+        return self.runner.num_snapshots
+
+    @property
     def drafting(self) -> bool:
         return self.runner.drafting
 

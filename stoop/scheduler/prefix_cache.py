@@ -88,7 +88,7 @@ class PrefixCache:
         num_full = min(request.num_computed, len(request.token_ids) - 1) // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
-            node = self._node(request, index)
+            node = self.node(request, index)
             if node.digest in self._entries:  # the same tokens were computed twice: keep the first
                 continue
             block = request.block_ids[index]
@@ -104,9 +104,9 @@ class PrefixCache:
                 self.pool.unmark_cached(block)
 
     def _find(self, request: Request, index: int) -> _Entry | None:
-        node = self._node(request, index)
+        node = self.node(request, index)
         entry = self._entries.get(node.digest)
-        if entry is None or not _same_text(entry.node, node):
+        if entry is None or not same_text(entry.node, node):
             return None
         if entry.node is not node:
             # Sharing the entry's node makes the next comparison short. Later nodes link to the
@@ -115,7 +115,7 @@ class PrefixCache:
             del request.prefix_nodes[index + 1 :]
         return entry
 
-    def _node(self, request: Request, index: int) -> PrefixNode:
+    def node(self, request: Request, index: int) -> PrefixNode:
         """The node of one block, computed once for each request."""
         nodes = request.prefix_nodes
         while len(nodes) <= index:
@@ -131,7 +131,7 @@ class PrefixCache:
         del self._entries[self._digest_of.pop(block)]
 
 
-def _same_text(a: PrefixNode | None, b: PrefixNode | None) -> bool:
+def same_text(a: PrefixNode | None, b: PrefixNode | None) -> bool:
     """Whether two prefixes hold the same tokens from the start."""
     while a is not b:
         if a is None or b is None or a.tokens != b.tokens:

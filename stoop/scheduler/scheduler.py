@@ -27,6 +27,7 @@ from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.plan import PlanBuilder, SchedulerStats
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
+from stoop.scheduler.snapshots import SnapshotIndex
 
 NO_TOKEN = (
     "the model's logits are NaN or rule out every token: check the model's files, and whether its "
@@ -37,18 +38,16 @@ NO_TOKEN = (
 class Scheduler:
     """Queues, KV blocks and slots of all requests."""
 
-    def __init__(self, config: ScheduleConfig, cache: CacheConfig, num_blocks: int) -> None:
+    def __init__(
+        self, config: ScheduleConfig, cache: CacheConfig, num_blocks: int, num_snapshots: int = 0
+    ) -> None:
         self.config = config
         self._query_len, self._num_lookahead = config.query_len, config.num_lookahead
         self.block_size = cache.block_size
         self._zero_new_blocks = cache.zero_new_blocks
         self.pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(
-            self.pool,
-            cache.block_size,
-            cache.enable_prefix_caching,
-            looks_ahead=config.drafter_has_kv,
-        )
+        self.snapshots = SnapshotIndex(num_snapshots)
+        self.prefix_cache = self._make_prefix_cache(cache)
         self.limits = PromptLimits(
             config.max_model_len, kv_tokens=self.pool.num_usable * cache.block_size
         )
@@ -61,6 +60,10 @@ class Scheduler:
         self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._num_arrivals = 0
         self._epochs = itertools.count()  # never repeats, even if a request id does
+
+    def _make_prefix_cache(self, cache: CacheConfig) -> PrefixCache:
+        enabled, looks_ahead = cache.enable_prefix_caching, self.config.drafter_has_kv
+        return PrefixCache(self.pool, cache.block_size, enabled, looks_ahead=looks_ahead)
 
     # ---- requests come and go ----
 
@@ -240,7 +243,7 @@ class Scheduler:
             request = self.waiting.peek()
             cached = self.prefix_cache.match(request)
             num_cached = len(cached) * self.block_size
-            num_tokens = request.num_tokens - num_cached
+            num_tokens = self._first_chunk(request, num_cached)
             if num_tokens > plan.budget:
                 if not self.config.enable_chunked_prefill:
                     break
@@ -254,6 +257,10 @@ class Scheduler:
             plan.admitted[request] = None
             self._grow(request, num_tokens, plan)
             plan.add(request, num_tokens)
+
+    def _first_chunk(self, request: Request, num_cached: int) -> int:
+        """The most tokens that a request computes in the step of its admission."""
+        return request.num_tokens - num_cached
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         self.waiting.remove(request)

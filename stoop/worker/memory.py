@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 # Default size of the KV cache on a CPU.
 CPU_KV_BYTES = 4 * GIB
+# Share of the memory left on a GPU for snapshots of recurrent state, by default.
+DEFAULT_STATE_SHARE = 0.05
 
 LayerState = Tensor | dict[str, Tensor]
 
@@ -61,8 +63,10 @@ def check_room(config: Config) -> None:
     """
     modules = _describe_modules(config)
     weights = weight_bytes(config)
-    kv = _least_state_bytes(config, describe_states(config, stateful_layers(*modules)))
-    if weights + kv <= _obtainable_bytes(config):
+    layout = describe_states(config, stateful_layers(*modules))
+    _check_state_cache(config, layout)
+    states, kv = layout.recurrent_bytes, _least_cache_bytes(config, layout)
+    if weights + states + kv <= _obtainable_bytes(config):
         return
     gc.collect()  # a dropped engine may still hold its memory
     room = _obtainable_bytes(config)
@@ -73,11 +77,19 @@ def check_room(config: Config) -> None:
         setting = "dtype" if stored == config.device.dtype else "weight_dtype"
         narrower = "" if DTYPE_BYTES[stored] <= 2 else f", or {setting}=bfloat16"
         raise MemoryShortage(f"{in_dtype}, more than {here}", f"use a smaller model{narrower}")
-    if weights + kv > room:
-        given = config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None
+    if states:
+        in_dtype += f", the recurrent states of {layout.num_slots} requests {states / GIB:.1f} GiB"
+    if weights + states > room:
+        raise MemoryShortage(f"{in_dtype}, together more than {here}", "lower max_num_seqs")
+    if weights + states + kv > room:
+        cache = config.cache
+        what, lower = "the KV cache", "lower max_model_len"
+        if cache.num_blocks is not None or cache.kv_cache_memory is not None:
+            lower = "lower kv_cache_memory or num_kv_blocks"
+        if cache.state_cache_memory and cache.enable_prefix_caching:
+            what, lower = "its caches", "lower kv_cache_memory, num_kv_blocks or state_cache_memory"
         raise MemoryShortage(
-            f"{in_dtype} and the KV cache {kv / GIB:.1f} GiB, together more than {here}",
-            "lower kv_cache_memory or num_kv_blocks" if given else "lower max_model_len",
+            f"{in_dtype} and {what} {kv / GIB:.1f} GiB, together more than {here}", lower
         )
 
 
@@ -89,13 +101,23 @@ def weight_bytes(config: Config) -> int:
     return sum(sizes)
 
 
-def _least_state_bytes(config: Config, layout: StateLayout) -> int:
-    """Return the bytes of recurrent states plus the given KV cache, or KV for one request."""
-    cache, recurrent = config.cache, layout.recurrent_bytes
+def _check_state_cache(config: Config, layout: StateLayout) -> None:
+    given = config.cache.state_cache_memory
+    if given and not layout.recurrent:
+        raise ConfigError(
+            f"state_cache_memory={given} is for models with recurrent layers, and this model has "
+            "none: leave it out"
+        )
+
+
+def _least_cache_bytes(config: Config, layout: StateLayout) -> int:
+    """Return the bytes of the given state cache and KV cache, or of KV for one request."""
+    cache = config.cache
+    snapshots = (cache.state_cache_memory or 0) if cache.enable_prefix_caching else 0
     if cache.num_blocks is None and cache.kv_cache_memory is not None:
-        return cache.kv_cache_memory + recurrent
+        return cache.kv_cache_memory + snapshots
     num_blocks = cache.num_blocks or -(-config.schedule.max_model_len // cache.block_size) + 1
-    return num_blocks * layout.block_bytes + recurrent
+    return num_blocks * layout.block_bytes + snapshots
 
 
 def _obtainable_bytes(config: Config) -> int:
@@ -151,6 +173,35 @@ def _slot_view(slots: Tensor, spec: TensorSpec, offset: int) -> Tensor:
     """One tensor of every slot, from this offset of each row on."""
     part = slots[:, offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
     return part.view(slots.shape[0], *spec.shape)
+
+
+def count_snapshots(config: Config, layout: StateLayout, num_bytes_free: int) -> int:
+    """Return the number of snapshots of recurrent state that the prefix cache may hold."""
+    cache, size = config.cache, layout.slot_bytes
+    if not cache.enable_prefix_caching or not size:
+        return 0
+    given = cache.state_cache_memory
+    if given is None:
+        if config.device.device == "cpu":
+            return 0
+        share = int(max(num_bytes_free, 0) * DEFAULT_STATE_SHARE)
+        count = min(share // size, 4 * config.schedule.max_num_seqs)
+    else:
+        count = given // size
+        if given and not count:
+            raise ConfigError(
+                f"state_cache_memory={given} holds no snapshot of the model's recurrent state, "
+                f"which takes {size} bytes: raise it, or use 0 to do without"
+            )
+        if count * size > num_bytes_free:
+            raise MemoryShortage(
+                f"a state cache of {count * size / GIB:.1f} GiB is more than the "
+                f"{num_bytes_free / GIB:.1f} GiB of free memory",
+                "lower state_cache_memory",
+            )
+    if count:
+        log.info("state cache: %d snapshots (%.2f GiB)", count, count * size / GIB)
+    return count
 
 
 def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) -> int:

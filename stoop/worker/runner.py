@@ -27,6 +27,7 @@ from stoop.layers.attention import Attention
 from stoop.layers.stateful import StatefulLayer, number_layers, stateful_layers
 from stoop.model_state.base import ModelStateSetup
 from stoop.model_state.default import DefaultModelState
+from stoop.model_state.mamba_hybrid import MambaHybridModelState
 from stoop.models.base import DraftModel, Model
 from stoop.models.head_loader import load_head
 from stoop.models.loader import load_model
@@ -40,6 +41,7 @@ from stoop.worker.memory import (
     allocate_states,
     check_room,
     count_kv_blocks,
+    count_snapshots,
     describe_states,
     free_bytes,
 )
@@ -48,6 +50,7 @@ from stoop.worker.output import LaunchedStep, OutputRing, ScoreReader, StepOutpu
 from stoop.worker.phases import step_phases
 from stoop.worker.profiling import follow_measured_products, measure_work_bytes
 from stoop.worker.sanitized import StepSanitizer
+from stoop.worker.snapshots import SnapshotPool
 from stoop.worker.target import MASK_BUFFERS, Target, TargetLane
 
 log = logging.getLogger(__name__)
@@ -91,6 +94,9 @@ class _Dispatched:
 
 class ModelRunner:
     """Loads a model and its drafter, sizes their states, captures graphs, runs planned steps."""
+
+    num_snapshots = 0  # of recurrent state; without any, plans have no copies
+    snapshots: SnapshotPool
 
     def __init__(self, config: Config, report: Report | None = None) -> None:
         self.config = config
@@ -194,9 +200,16 @@ class ModelRunner:
         return made
 
     def _size_states(self, config: Config) -> None:
-        """KV gets the memory that weights, recurrent states and the largest step leave."""
-        work = measure_work_bytes(self.target, self.executor, config)
-        self.num_blocks = count_kv_blocks(config, self.state_layout, free_bytes(config, work))
+        """KV gets the memory that weights, recurrent states, their snapshots and the largest step
+        leave."""
+        free = free_bytes(config, measure_work_bytes(self.target, self.executor, config))
+        state = self.target.model_state
+        if isinstance(state, MambaHybridModelState):  # all that it keeps by slot is known
+            count = count_snapshots(config, self.state_layout, free)
+            self.snapshots = SnapshotPool(self.slot_rows, state.pending, count)
+            self.num_snapshots = count
+            free -= count * self.state_layout.slot_bytes
+        self.num_blocks = count_kv_blocks(config, self.state_layout, free)
         self.states[:] = allocate_states(config, self.state_layout, self.num_blocks, self.slot_rows)
 
     def declare_buffers(self) -> list[Buffer]:
@@ -216,6 +229,8 @@ class ModelRunner:
         """Hand a step to the device; nothing here waits for it. Results are read in order."""
         step = self.prepare(plan)
         output = self.run(step)
+        if plan.copies is not None:
+            self.snapshots.save(plan.copies)
         grammars = None
         if step.needs.masked:
             grammars = self.grammars
@@ -230,8 +245,6 @@ class ModelRunner:
     def prepare(self, plan: StepPlan) -> Step:
         """Staged edits of slot state, and this step's rows, onto the device."""
         target = self.target
-        if self.sanitizer is not None:
-            self.sanitizer.begin_step(plan)
         for admission in plan.admissions:
             target.state.admit(self.staged, admission)
             target.sampling_state.admit(self.staged, admission.slot, admission.rules)
@@ -240,8 +253,16 @@ class ModelRunner:
         for append in plan.block_appends:
             target.state.append_blocks(self.staged, append)
         self.new_blocks.stage(self.staged, plan.blocks_to_zero)
+        if plan.copies is not None:
+            self.snapshots.stage(self.staged, plan.copies)
         self.staged.apply()
+        if plan.copies is not None:
+            self.snapshots.save_ended(plan.copies)
+        if self.sanitizer is not None:
+            self.sanitizer.begin_step(plan)
         self.new_blocks.zero(len(plan.blocks_to_zero))
+        if plan.copies is not None:
+            self.snapshots.restore(plan.copies)
         found = self._dispatch(plan.rows)
         self.counts.note(found.descriptor, found.num_tokens)
         batch = target.buffers.load_rows(

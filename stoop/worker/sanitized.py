@@ -71,7 +71,7 @@ class StepSanitizer:
         self.sanitizer.begin_draft_decode()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before the plan's edits of slot state are applied."""
+        """Before any phase, and before new blocks are zeroed and states restored."""
         for buffer in self.declare():
             if buffer.tensor.data_ptr() != self.addresses[buffer.name]:
                 raise MovedBuffer(buffer.name)
@@ -106,8 +106,8 @@ class StepSanitizer:
             table[row.slot, -(-row.num_reserved // self.target.block_size) :] = POISON_BLOCK
 
     def _poison_new_slots(self, plan: StepPlan) -> None:
-        """A request without context starts from nothing, or from what its admission writes."""
-        new = [admission.slot for admission in plan.admissions if not admission.num_computed]
+        """A request starts from nothing, or from a snapshot that is restored after this."""
+        new = [admission.slot for admission in plan.admissions]
         for buffer in self.target.model_state.state_buffers():
             if buffer.extent is Extent.SLOTS and buffer.tensor.is_floating_point() and new:
                 buffer.tensor[torch.tensor(new, device=buffer.tensor.device)] = float("nan")

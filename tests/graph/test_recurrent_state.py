@@ -14,10 +14,11 @@ import torch
 from stoop import LLM, SamplingParams
 from stoop.core.step import Admission
 from stoop.graph.sanitizer import ReplayMismatch, SanitizerError
+from stoop.model_state.mamba_hybrid import MambaHybridModelState
 from stoop.models import registry
 from support import running_sum
 from support.engines import make_llm
-from support.running_sum import RunningSumModel, RunningSumState, greedy_by_recomputing
+from support.running_sum import RunningSumModel, greedy_by_recomputing
 
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 NGRAM = {
@@ -114,41 +115,41 @@ def test_states_are_sized_and_kept_out_of_the_prefix_cache(
 def keep_rejected_drafts(patch: Patch) -> None:
     """All of a step's tokens count, accepted or not."""
 
-    def commit(self: RunningSumState) -> None:
+    def commit(self: MambaHybridModelState) -> None:
         step = self.setup.buffers.step
         lengths = step.seq_lens - step.context_lens
         self.pending[step.row_slots] = torch.where(lengths <= self.log_len, lengths, 0).long()
 
-    patch.setattr(RunningSumState, "commit", commit)
+    patch.setattr(MambaHybridModelState, "commit", commit)
 
 
 def never_commit(patch: Patch) -> None:
     """No logged token is ever added to the sum."""
-    patch.setattr(RunningSumState, "commit", lambda self: None)
+    patch.setattr(MambaHybridModelState, "commit", lambda self: None)
 
 
 def keep_the_former_holders_log(patch: Patch) -> None:
     """A request enters a slot whose counter still is the last one's, and the context is not looked
     at."""
 
-    def admit(self: RunningSumState, staged: Any, admission: Admission) -> None:
+    def admit(self: MambaHybridModelState, staged: Any, admission: Admission) -> None:
         pass
 
-    patch.setattr(RunningSumState, "admit", admit)
+    patch.setattr(MambaHybridModelState, "admit", admit)
     start_from_the_slot(patch)
 
 
 def start_from_the_slot(patch: Patch) -> None:
     """A request without context starts from what its slot holds."""
-    prepare = RunningSumState.prepare_attn
+    prepare = MambaHybridModelState.prepare_attn
 
-    def careless(self: RunningSumState, batch: Any, for_capture: bool = False) -> Any:
+    def careless(self: MambaHybridModelState, batch: Any, for_capture: bool = False) -> Any:
         found = dict(prepare(self, batch, for_capture))
         metadata = found[running_sum.RecurrentState]
         found[running_sum.RecurrentState] = _Pretended(metadata)
         return found
 
-    patch.setattr(RunningSumState, "prepare_attn", careless)
+    patch.setattr(MambaHybridModelState, "prepare_attn", careless)
 
 
 class _Pretended:
@@ -166,14 +167,14 @@ class _Pretended:
 
 def let_padding_write(patch: Patch) -> None:
     """Padded rows count as rows of slot 0."""
-    prepare = RunningSumState.prepare_attn
+    prepare = MambaHybridModelState.prepare_attn
 
-    def aliased(self: RunningSumState, batch: Any, for_capture: bool = False) -> Any:
+    def aliased(self: MambaHybridModelState, batch: Any, for_capture: bool = False) -> Any:
         found = dict(prepare(self, batch, for_capture))
         found[running_sum.RecurrentState] = _Aliased(found[running_sum.RecurrentState])
         return found
 
-    patch.setattr(RunningSumState, "prepare_attn", aliased)
+    patch.setattr(MambaHybridModelState, "prepare_attn", aliased)
 
 
 class _Aliased:
@@ -184,7 +185,7 @@ class _Aliased:
 
     def __getattr__(self, name: str) -> Any:
         value, padded = getattr(self.real, name), self.real.seq_lens == 0
-        if name == "row_slots":
+        if name == "slots":
             return torch.where(padded, 0, value)
         if name == "seq_lens":
             return torch.where(padded, 1, value)
@@ -219,13 +220,13 @@ def test_the_sanitizer_sees_state_that_a_graph_does_not_update(
     folder: Path, monkeypatch: Patch
 ) -> None:
     """The commit is left out of the graph alone: the eager twin's counter differs."""
-    commit = RunningSumState.commit
+    commit = MambaHybridModelState.commit
 
-    def outside_graphs(self: RunningSumState) -> None:
+    def outside_graphs(self: MambaHybridModelState) -> None:
         if torch.utils._python_dispatch._get_current_dispatch_mode() is None:
             commit(self)
 
-    monkeypatch.setattr(RunningSumState, "commit", outside_graphs)
+    monkeypatch.setattr(MambaHybridModelState, "commit", outside_graphs)
     llm = make(folder, graph_mode="step", speculative_config=NGRAM, sanitize=True)
     with pytest.raises(SanitizerError, match="`pending`") as caught:
         answers(llm)

@@ -11,6 +11,7 @@ class FakeExecutor:
 
     block_bytes = 1
     caches_prefixes = True
+    num_snapshots = 0
     draft_seconds = 0.0
     busy = False
     wants_scores = False

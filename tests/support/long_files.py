@@ -15,6 +15,7 @@ LONGEST_FILES = (
     "spec/test_sampling_options.py",
     "server/test_server_process.py",
     "server/test_fuzz.py",
+    "graph/test_state_cache.py",
     "graph/test_harm.py",
     "graph/test_modes.py",
     "e2e/test_cli.py",
@@ -37,6 +38,7 @@ LONGEST_FILES = (
     "grammar/test_mutants.py",
     "e2e/test_run_ahead.py",
     "unit/test_scheduler_property.py",
+    "unit/test_state_cache_property.py",
     "native/test_files.py",
     "server/test_kill.py",
 )

@@ -7,7 +7,6 @@ that were accepted, and only those, so that rejected drafts leave no trace.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +15,20 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stoop.batch.input_batch import InputBatch
-from stoop.batch.staging import StagedWrites
 from stoop.core.state import RecurrentState, TensorSpec
-from stoop.core.step import Admission
-from stoop.graph.buffers import Buffer, Extent, Lifetime
 from stoop.layers.attention import Attention
 from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightView, empty_parameter, prefixed, vector_view
-from stoop.model_state.base import Metadata, ModelStateSetup
-from stoop.model_state.default import DefaultModelState
+from stoop.model_state.base import ModelStateSetup
+from stoop.model_state.mamba_hybrid import MambaHybridModelState
 from stoop.models.decoder import DecoderLayer, DecoderModel, DecoderSpec
 from stoop.models.family import Family
 from stoop.models.llama import read_spec
 from stoop.ops.library import register
+from stoop.ops.recurrent import RecurrentRows, live_rows
 from stoop.ops.rope import Rotation
 
 DECAY = 0.75
-
-
-@dataclass(frozen=True)
-class RecurrentMetadata:
-    """What recurrent layers read of one step."""
-
-    query_start_loc: Tensor  # [num_reqs + 1] int32
-    context_lens: Tensor  # [num_reqs] int32
-    seq_lens: Tensor  # [num_reqs] int32
-    row_slots: Tensor  # [num_reqs] int64
-    pending: Tensor  # [slots + 1] int64: tokens of the log that count
 
 
 class RunningSum(StatefulLayer):
@@ -59,18 +44,11 @@ class RunningSum(StatefulLayer):
         vector = TensorSpec((self.size,), "float64")
         return RecurrentState(tensors={"total": vector}, per_draft={"log": vector})
 
-    def core(self, state: dict[str, Tensor], metadata: RecurrentMetadata, x: Tensor) -> Tensor:
+    def core(self, state: dict[str, Tensor], rows: RecurrentRows, x: Tensor) -> Tensor:
         out = self.empty_output(x)
         running_sum(
-            x,
-            metadata.query_start_loc,
-            metadata.context_lens,
-            metadata.seq_lens,
-            metadata.row_slots,
-            metadata.pending,
-            state["total"],
-            state["log"],
-            out,
+            *(x, rows.query_start_loc, rows.context_lens, rows.seq_lens, rows.slots, rows.pending),
+            *(state["total"], state["log"], out),
         )
         return out
 
@@ -83,79 +61,27 @@ class RunningSum(StatefulLayer):
 
 @register(
     "running_sum(Tensor x, Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, "
-    "Tensor row_slots, Tensor pending, Tensor(a!) total, Tensor(b!) log, Tensor(c!) out) -> ()"
+    "Tensor slots, Tensor pending, Tensor(a!) total, Tensor(b!) log, Tensor(c!) out) -> ()"
 )
-def running_sum(
-    x: Tensor,
-    query_start_loc: Tensor,
-    context_lens: Tensor,
-    seq_lens: Tensor,
-    row_slots: Tensor,
-    pending: Tensor,
-    total: Tensor,
-    log: Tensor,
-    out: Tensor,
-) -> None:
+def running_sum(x: Tensor, *rest: Tensor) -> None:
     """Row by row. Padding and dead tokens read and write nothing."""
-    starts, contexts, lengths = (t.tolist() for t in (query_start_loc, context_lens, seq_lens))
+    *rows, total, log, out = rest
     out.zero_()
-    for row, slot in enumerate(row_slots.tolist()):
-        begin, end = starts[row], starts[row + 1]
-        num_live = lengths[row] - contexts[row]
-        if num_live <= 0:
-            continue
+    for row in live_rows(rows, log_len=log.shape[1]):
+        slot = row.slot
         y = torch.zeros_like(total[0])
-        if contexts[row]:  # without context nothing in the slot counts
+        if not row.fresh:
             y = total[slot].clone()
-            for confirmed in log[slot, : int(pending[slot])]:
+            for confirmed in log[slot, : row.pending]:
                 y = confirmed + DECAY * y
-        logs = end - begin <= log.shape[1]
-        if logs:
+        if row.logs:
             total[slot] = y
-        for place in range(num_live):
-            token = x[begin + place].to(y.dtype)
-            if logs:
-                log[slot, place] = token
-            y = token + DECAY * y
-            out[begin + place] = y.to(out.dtype)
-        if not logs:
+            log[slot, : row.count] = x[row.tokens]
+        for place in range(row.begin, row.begin + row.count):
+            y = x[place].to(y.dtype) + DECAY * y
+            out[place] = y.to(out.dtype)
+        if not row.logs:
             total[slot] = y
-
-
-class RunningSumState(DefaultModelState):
-    """Adds one counter a slot, shared by all layers."""
-
-    def __init__(self, setup: ModelStateSetup) -> None:
-        super().__init__(setup)
-        slots = setup.slots
-        self.pending = torch.zeros_like(slots.num_tokens)
-        self.log_len = setup.layout.query_len
-
-    def admit(self, staged: StagedWrites, admission: Admission) -> None:
-        staged.put(self.pending, admission.slot, 0)
-
-    def prepare_attn(self, batch: InputBatch, for_capture: bool = False) -> Metadata:
-        num_reqs, step = batch.num_reqs_padded, batch.step
-        recurrent = RecurrentMetadata(
-            query_start_loc=batch.rows.query_start_loc[: num_reqs + 1],
-            context_lens=step.context_lens[:num_reqs],
-            seq_lens=step.seq_lens[:num_reqs],
-            row_slots=step.row_slots[:num_reqs],
-            pending=self.pending,
-        )
-        return {**super().prepare_attn(batch, for_capture), RecurrentState: recurrent}
-
-    def commit(self) -> None:
-        """Of a row that was logged, the tokens that are computed for good count."""
-        slots, step = self.setup.slots, self.setup.buffers.step
-        starts = self.setup.buffers.rows.query_start_loc.long()
-        logged = starts[1:] - starts[:-1] <= self.log_len
-        confirmed = slots.num_computed[step.row_slots] - step.context_lens
-        self.pending[step.row_slots] = torch.where(logged, confirmed, 0)
-
-    def state_buffers(self) -> list[Buffer]:
-        pending = Buffer("pending", self.pending, Lifetime.SLOT, Extent.SLOTS)
-        return [*super().state_buffers(), pending]
 
 
 class SummingLayer(DecoderLayer):
@@ -179,8 +105,8 @@ class SummingLayer(DecoderLayer):
 class RunningSumModel(DecoderModel):
     layer_class = SummingLayer
 
-    def make_model_state(self, setup: ModelStateSetup) -> RunningSumState:
-        return RunningSumState(setup)
+    def make_model_state(self, setup: ModelStateSetup) -> MambaHybridModelState:
+        return MambaHybridModelState(setup)
 
 
 ARCHITECTURE = "RunningSumForCausalLM"

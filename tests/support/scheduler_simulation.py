@@ -5,6 +5,8 @@ place of keys and values it records, for each place of each block, which text wa
 So a wrong, shared, stale or lost block shows in the step that reads it. It simulates the device:
 up to the world's depth, steps are launched before the results of earlier ones are read.
 
+Its layers may have recurrent state, too (`simulated_states`).
+
 It can draft too, right and wrong tokens at random. A drafter's place in a block also records the
 next token, as an EAGLE head's KV depends on it, so that a block with another continuation is wrong.
 """
@@ -21,8 +23,10 @@ from stoop.core.request import Request, RequestStatus
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import Admission, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import NULL_BLOCK
+from stoop.scheduler.hybrid import HybridScheduler
 from stoop.scheduler.scheduler import Scheduler
 from support.scheduling import make_rules
+from support.simulated_states import SlotStates
 
 VOCAB = 6
 STOP = 0
@@ -84,14 +88,21 @@ class BookkeepingWorker:
         self.block_table = [[NULL_BLOCK] * max_blocks for _ in range(num_slots)]
         self.written: dict[Place, tuple[int, int]] = {}  # place -> (text, token)
         self.draft_written: dict[Place, tuple[int, int]] = {}  # ... -> (text, token), one further
+        self.states: SlotStates | None = None
+        if world.num_snapshots:
+            self.states = SlotStates(num_slots, world.query_len, self._computed)
         self.luck = random.Random(0)
         self.num_dead_rows = 0
 
     def execute(self, plan: StepPlan, no_writes: set[int]) -> StepResult:
         """Run a plan. no_writes: blocks that other requests may read"""
+        if self.states is not None:
+            self.states.save_ended(plan.copies)
         self._stage(plan)
         self.no_writes = no_writes
         self._zero(plan)
+        if self.states is not None:
+            self.states.restore(plan)
         live = [row for row in plan.rows if not self.ended(row.slot)]
         self.num_dead_rows += len(plan.rows) - len(live)
         contexts = [self.num_computed[row.slot] for row in live]
@@ -99,7 +110,15 @@ class BookkeepingWorker:
         self._write_all(live)
         for row in live:  # a layer stores every row's KV before it attends to any
             self._check_reads(row)
+        if self.states is not None:
+            for row, context, count in zip(live, contexts, counts, strict=True):
+                text = self.text(row.slot, drafts=True)[: context + count]
+                self.states.run(row, context, text)
         answers = {row.request_id: self._answer(row) for row in live}
+        if self.states is not None:
+            for row, context in zip(live, contexts, strict=True):
+                self.states.commit(row.slot, context)
+            self.states.save(plan.copies)
         if self.world.drafter_has_kv:
             self._draft_prefill(live, contexts, counts)
         places: set[Place] = set()
@@ -157,6 +176,9 @@ class BookkeepingWorker:
     def text(self, slot: int, drafts: bool = False) -> list[int]:
         count = self.num_tokens[slot] + (self.num_drafts[slot] if drafts else 0)
         return self.token_ids[slot][:count]
+
+    def _computed(self, slot: int) -> list[int]:
+        return self.token_ids[slot][: self.num_computed[slot]]
 
     def _place(self, slot: int, position: int) -> Place:
         block = self.block_table[slot][position // self.block_size]
@@ -285,6 +307,7 @@ class World:
     depth: int = 1  # the most steps in flight: the engine's run_ahead + 1
     num_drafts: int = 0  # K
     drafter_has_kv: bool = False
+    num_snapshots: int = 0  # layers have recurrent state; 0: without snapshots, or without state
 
     @property
     def query_len(self) -> int:
@@ -347,6 +370,12 @@ class Simulation:
             zero_new_blocks=True,
         )
         self.scheduler = Scheduler(config, cache, world.num_blocks)
+        if world.num_snapshots:
+            self.scheduler = HybridScheduler(
+                *(config, cache, world.num_blocks, world.num_snapshots),
+                interval=2 * world.block_size,
+                shared=world.block_size,
+            )
         self.worker = BookkeepingWorker(world)
         self.in_flight: deque[StepResult] = deque()
         self.requests: list[Request] = []
@@ -558,6 +587,7 @@ class Simulation:
     def _check_books(self) -> None:
         scheduler = self.scheduler
         scheduler.pool.check()
+        scheduler.snapshots.check()
         holders = Counter(b for r in scheduler.running for b in r.block_ids)
         assert NULL_BLOCK not in holders, "the null block was handed out"
         for block in range(1, self.world.num_blocks):
@@ -592,6 +622,21 @@ class Simulation:
             for offset, token in enumerate(entry.tokens[1:] if self.world.drafter_has_kv else ()):
                 found = worker.draft_written.get((entry.block, offset))
                 assert found is not None and found[1] == token, "a cached block goes on otherwise"
+        self._check_snapshots()
+
+    def _check_snapshots(self) -> None:
+        """Every snapshot that can be found is of exactly the text that its entry names."""
+        size, scheduler = self.world.block_size, self.scheduler
+        unsaved = {c.snapshot for c in getattr(scheduler, "_ended", ())}  # the next plan saves them
+        for entry in scheduler.snapshots._entries.values():
+            tokens, node = [], entry.node
+            while node is not None:
+                tokens[:0] = node.tokens[:size]
+                node = node.parent
+            if entry.snapshot not in unsaved:
+                assert self.worker.states is not None
+                state = self.worker.states.snapshots[entry.snapshot]
+                assert list(state.text) == tokens, "a snapshot of another length or text"
 
 
 class Traffic:
@@ -651,6 +696,8 @@ def run_traffic(
         totals["steps"] += sim.num_steps
         totals["preemptions"] += stats.num_preemptions
         totals["hits"] += sim.scheduler.prefix_cache.num_hit_tokens
+        totals["taken"] += sim.scheduler.snapshots.num_taken
+        totals["restored"] += sim.scheduler.snapshots.num_restored
         totals["aborts"] += sum(r.finish_reason == "abort" for r in sim.requests)
         totals["stops"] += sum(r.finish_reason == "stop" for r in sim.requests)
         limit = sim.world.max_model_len
@@ -681,6 +728,16 @@ TIGHT_SPECULATIVE = dataclasses.replace(
 def run_ahead_world(rng: random.Random) -> World:
     world = World.draw_speculative(rng) if rng.random() < 0.6 else World.draw(rng)
     return dataclasses.replace(world, depth=rng.choice((2, 3, 5)))
+
+
+def recurrent_world(rng: random.Random) -> World:
+    """With recurrent layers, and few snapshots or many."""
+    return dataclasses.replace(
+        run_ahead_world(rng),
+        prefix_caching=True,
+        depth=rng.choice((1, 2, 3)),
+        num_snapshots=rng.choice((1, 2, 4, 20)),
+    )
 
 
 def run_traffic_of_all_kinds() -> None:

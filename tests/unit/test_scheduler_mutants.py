@@ -52,7 +52,7 @@ def release_all_but_last(release: Any) -> Any:
 
 
 def find_by_digest_alone(find: Any) -> Any:
-    return lambda self, request, index: self._entries.get(self._node(request, index).digest)
+    return lambda self, request, index: self._entries.get(self.node(request, index).digest)
 
 
 def match_one_too_many(match: Any) -> Any:

@@ -87,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts=st.sampled_from((0, 0, 1, 2, 3)),
         drafter_has_kv=st.booleans(),
         depth=st.sampled_from((1, 2, 3, 5)),
+        num_snapshots=st.sampled_from((0, 1, 2, 9)),
     )
     def begin(
         self,
@@ -97,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts: int,
         drafter_has_kv: bool,
         depth: int,
+        num_snapshots: int,
     ) -> None:
         budget = max(budget if chunked else 12, 3 * (num_drafts + 1))
         self.sim = Simulation(
@@ -111,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 depth=depth,
                 num_drafts=num_drafts,
                 drafter_has_kv=drafter_has_kv and num_drafts > 0,
+                num_snapshots=num_snapshots if caching else 0,
             )
         )
 

@@ -47,6 +47,7 @@ _SET_BY_LOAD = (
     "max_num_seqs",
     "num_kv_blocks",
     "kv_cache_memory",
+    "state_cache_memory",
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "sanitize",
