@@ -82,8 +82,8 @@ def live_rows(tensors: Sequence[Tensor], log_len: int) -> Iterator[LiveRow]:
             yield LiveRow(slot, starts[row], count, contexts[row], fresh, kept, logs)
 
 
-# torch's own sigmoid, silu and softplus compute the end of a tensor otherwise than the rest, so that
-# a token's last bits depend on how many there are. Those of these do not.
+# torch's own sigmoid, silu and softplus compute the end of a tensor otherwise than the rest, so a
+# token's last bits depend on how many there are. Those of these do not.
 
 
 def sigmoid(x: Tensor) -> Tensor:
