@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stoop.config.schema import CacheConfig
+from stoop.core.messages import Delta
 from stoop.core.request import Request, RequestStatus
 from stoop.core.step import EndedCopy, StateCopies, StateCopy, StepPlan, StepResult
 from stoop.scheduler.plan import PlanBuilder
@@ -65,8 +66,7 @@ class HybridScheduler(Scheduler):
         self._interval, self._least_shared = interval, shared
         self._stays: dict[Request, _Stay] = {}
         self._ended: list[EndedCopy] = []  # for the next plan
-        self._landing = 0  # the step whose result is taken in
-        self._known_before: int | None = None  # tokens of the request at hand before that result
+        self._known_before: int | None = None  # tokens of the request at hand before its result
 
     def _make_prefix_cache(self, cache: CacheConfig) -> HybridPrefixCache:
         enabled, looks_ahead = cache.enable_prefix_caching, self.config.drafter_has_kv
@@ -118,15 +118,15 @@ class HybridScheduler(Scheduler):
         return self._chunk_end(request, num_cached, shared) - num_cached
 
     def _order_running(self) -> list[tuple[Request, int]]:
-        return [(request, self._cut(request, n)) for request, n in super()._order_running()]
-
-    def _cut(self, request: Request, wanted: int) -> int:
-        """As many tokens, or fewer if the chunk is to end at a snapshot."""
-        stay = self._stays[request]
-        computed = request.num_computed
-        if computed + 1 >= stay.known:
-            return wanted
-        return min(wanted, self._chunk_end(request, computed, stay.shared) - computed)
+        todo = super()._order_running()
+        for place in reversed(range(len(todo))):
+            request, wanted = todo[place]
+            stay, computed = self._stays[request], request.num_computed
+            if computed + 1 >= stay.known:
+                break  # decodes, and those with one token to compute, come first
+            end = self._chunk_end(request, computed, stay.shared)
+            todo[place] = request, min(wanted, end - computed)
+        return todo
 
     def _chunk_end(self, request: Request, computed: int, shared: int) -> int:
         """Where a chunk after the computed tokens ends, if the budget allows."""
@@ -169,9 +169,9 @@ class HybridScheduler(Scheduler):
     def _plan_saves(self, step: StepPlan) -> list[StateCopy]:
         """Of the rows that are chunks: how many tokens they compute is known now."""
         saves = []
-        for row in step.rows:
+        for row in reversed(step.rows):
             if row.decodes:
-                continue
+                break  # decodes come first
             request = self._requests[row.request_id]
             length, stay = row.num_computed + row.num_tokens, self._stays[request]
             if not self._is_worth_saving(request, stay, length):
@@ -211,8 +211,9 @@ class HybridScheduler(Scheduler):
 
     # ---- results ----
 
-    def update(self, result: StepResult) -> list[Any]:
-        self._landing = result.index
+    def update(self, result: StepResult) -> list[Delta]:
+        # What requests saved that have left their slots since was dropped. A failed one withdraws.
+        self.snapshots.publish(result.index)
         return super().update(result)
 
     def _take_last_tokens(self, request: Request, new_ids: list[int]) -> list[int]:
@@ -220,7 +221,3 @@ class HybridScheduler(Scheduler):
         taken = super()._take_last_tokens(request, new_ids)
         self._known_before = None
         return taken
-
-    def _offer_blocks(self, request: Request) -> None:
-        super()._offer_blocks(request)
-        self.snapshots.publish(request, self._landing)

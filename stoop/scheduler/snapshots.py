@@ -19,10 +19,11 @@ class _Entry:
     node: PrefixNode  # of the last block before the state
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Take:
     """A snapshot that a step in flight takes."""
 
+    request: Request
     step: int
     entry: _Entry
 
@@ -44,7 +45,7 @@ class SnapshotIndex:
         """Forget all of them."""
         self._free = list(reversed(range(self.num_snapshots)))
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
-        self._taking: dict[Request, deque[_Take]] = {}
+        self._taking: deque[_Take] = deque()  # in the order of steps
         self._taken: set[bytes] = set()  # digests of what is being taken
         self._pinned: set[int] = set()
 
@@ -81,20 +82,16 @@ class SnapshotIndex:
         """
         snapshot = self._allocate()
         if snapshot is not None:
-            taken = _Take(step, _Entry(snapshot, node))
-            self._taking.setdefault(request, deque()).append(taken)
+            self._taking.append(_Take(request, step, _Entry(snapshot, node)))
             self._taken.add(node.digest)
         return snapshot
 
-    def publish(self, request: Request, step: int) -> None:
-        """The request's results have landed up to this step: others may find what they saved."""
-        takes = self._taking.get(request)
-        while takes and takes[0].step <= step:
-            entry = takes.popleft().entry
+    def publish(self, step: int) -> None:
+        """The results of this step land: others may find what it saved, unless it was dropped."""
+        while self._taking and self._taking[0].step <= step:
+            entry = self._taking.popleft().entry
             self._taken.remove(entry.node.digest)
             self._hold(entry)
-        if takes is not None and not takes:
-            del self._taking[request]
 
     def hold(self, node: PrefixNode) -> int | None:
         """A snapshot that the next plan takes from a slot whose request has ended.
@@ -112,7 +109,10 @@ class SnapshotIndex:
 
         These steps write to the snapshots before any later plan does.
         """
-        for take in self._taking.pop(request, ()):
+        if not self._taking:
+            return
+        for take in [take for take in self._taking if take.request is request]:
+            self._taking.remove(take)
             self._taken.remove(take.entry.node.digest)
             self._free.append(take.entry.snapshot)
 
@@ -129,7 +129,7 @@ class SnapshotIndex:
 
     def check(self) -> None:
         """Assert that each snapshot is free, held or being taken, and no two of these."""
-        taking = [take.entry for takes in self._taking.values() for take in takes]
+        taking = [take.entry for take in self._taking]
         found = [*self._free, *(entry.snapshot for entry in (*self._entries.values(), *taking))]
         assert sorted(found) == list(range(self.num_snapshots)), (found, self.num_snapshots)
         assert {entry.node.digest for entry in taking} == self._taken

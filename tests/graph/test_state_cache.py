@@ -61,7 +61,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
         "running-sum": running_sum.write_checkpoint(root / "running-sum"),
-        "lfm2": save_checkpoint(root / "lfm2", "lfm2", dtype="float64"),
+        **{
+            name: save_checkpoint(root / name, name, dtype="float64")
+            for name in ("lfm2", "granite-hybrid")
+        },
     }
 
 
@@ -92,6 +95,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Answers]:
 
 
 CASES = [("running-sum", "none"), ("running-sum", "step"), *(("lfm2", mode) for mode in MODES)]
+CASES += [("granite-hybrid", "full")]
 
 
 @pytest.mark.parametrize(("model", "mode"), CASES)

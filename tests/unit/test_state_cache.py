@@ -343,7 +343,7 @@ def test_an_index_hands_out_each_snapshot_once() -> None:
     nodes = [PrefixNode(bytes([n]), (n,), None) for n in range(4)]
     assert {index.take(request, nodes[n], step=n) for n in range(2)} == {0, 1}
     assert index.take(request, nodes[2], step=2) is None
-    index.publish(request, 0)
+    index.publish(0)
     assert (index.find(nodes[0]), index.find(nodes[1])) != (None, None)
     index.check()
     pinned = index.use(nodes[0])

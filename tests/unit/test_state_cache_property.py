@@ -111,14 +111,10 @@ def save_inside_blocks(worth: Any) -> Any:
 def publish_at_once(take: Any) -> Any:
     def mutant(self: SnapshotIndex, request: Request, node: PrefixNode, step: int) -> int | None:
         snapshot = take(self, request, node, step)
-        self.publish(request, step)
+        self.publish(step)
         return snapshot
 
     return mutant
-
-
-def keep_what_aborted_requests_save(drop: Any) -> Any:
-    return lambda self, request: None
 
 
 def never_pin(hold: Any) -> Any:
@@ -200,7 +196,6 @@ MUTANTS = [
     (SnapshotIndex, "use", use_any_snapshot),
     (SnapshotIndex, "take", name_one_block_less),
     (SnapshotIndex, "take", publish_at_once),
-    (SnapshotIndex, "drop", keep_what_aborted_requests_save),
     (SnapshotIndex, "hold", never_pin),
     (HybridScheduler, "_is_worth_saving", save_inside_blocks),
     (HybridScheduler, "_finish_plan", save_ends_with_all_that_is_logged),
