@@ -245,6 +245,25 @@ def test_random_schedules(references: ReferenceStore, make_engine: MakeEngine, d
     assert mismatches(found, wanted, TIE_GAPS["float32"]) == []
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rejected_drafts_leave_no_trace_in_states(
+    references: ReferenceStore, make_engine: MakeEngine, name: str
+) -> None:
+    """n-grams guess that a text goes on as it did before; some of the guesses are right."""
+    stems = [make_prompt(length, seed=9) for length in (1, 5, 16, 40)]
+    model = references.get(name, 0, "float64")
+    prompts = [[*stem, *model.greedy(stem, 8).token_ids, *stem] for stem in stems]
+    wanted = expected(model, prompts)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    options = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
+    llm = make_engine(name, dtype="float64", speculative_config=drafts, **options)
+    found = run_greedy(llm, prompts, NUM_TOKENS)
+    assert mismatches(found, wanted, TIE_GAPS["float64"]) == []
+    counts = llm.metrics()
+    accepted = counts["spec_decode_num_accepted_tokens"]
+    assert 0 < accepted < counts["spec_decode_num_draft_tokens"]
+
+
 def test_abort_leaves_others_alone(references: ReferenceStore, make_engine: MakeEngine) -> None:
     wanted = expected(references.get("mistral"), PROMPTS)
     llm = make_engine("mistral", max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)

@@ -1,0 +1,130 @@
+"""Configs of hybrid models that cannot be loaded: refused with a sentence that says what to do."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoop.config.errors import CheckpointError, StoopError
+from stoop.models.registry import find_family, read_model_spec
+from support.checkpoints import ARCHITECTURES, CheckpointStore, edit_json
+
+HYBRIDS = ("lfm2", "granite-hybrid", "bamba")
+# One or two of each JSON type, and numbers that no machine can serve.
+VALUES: list[Any] = [
+    *(None, True, -1, 0, 3, 1.5, 2**40, 10**400, float("inf"), float("nan")),
+    *("", "x", [], [5], ["x"], [None], [[]], [0.0, 10**400], {}, {"__float__": "Infinity"}),
+]
+
+
+@functools.cache
+def config_of(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(ARCHITECTURES[name].config().to_json_string(use_diff=False))
+    return config | {"architectures": [ARCHITECTURES[name].model_class.__name__]}
+
+
+def read(name: str, **changes: Any) -> Any:
+    config = config_of(name) | changes
+    architecture = config["architectures"][0]
+    return find_family(architecture).read_spec(config, architecture)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("lfm2", {"layer_types": ["conv"] * 3}, "3 layer_types for 4 layers: fix the config"),
+    ("lfm2", {"layer_types": "conv"}, "'conv' layer_types for 4 layers"),
+    ("lfm2", {"layer_types": ["conv"] * 3 + ["mamba"]}, "'mamba' among its layer_types: use"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [4]}, "a list of layers is needed: fix"),
+    ("lfm2", {"num_key_value_heads": 3}, "which 3 key-value heads do not divide: fix"),
+    ("granite-hybrid", {"layer_types": ["mamba"] * 4}, "4 layer_types for 3 layers: fix"),
+    ("granite-hybrid", {"layer_types": ["mamba", [], "mamba"]}, "among its layer_types: use"),
+    ("granite-hybrid", {"layer_types": ["mamba", "conv", "mamba"]}, "'conv' among its layer_types"),
+    (
+        "granite-hybrid",
+        {"num_local_experts": 4},
+        "num_local_experts=4.*use a Granite 4.0 H without",
+    ),
+    ("granite-hybrid", {"num_local_experts": "x"}, "stoop loads dense ones only: use"),
+    ("granite-hybrid", {"position_embedding_type": "alibi"}, "'alibi': use a model with rope"),
+    ("granite-hybrid", {"mamba_n_heads": 5}, "mamba_n_heads=5, which do not divide the 128.*fix"),
+    ("granite-hybrid", {"mamba_d_head": 16}, "4 mamba heads of 16 values .* is 128: fix"),
+    ("granite-hybrid", {"mamba_d_head": "wide"}, "mamba_d_head='wide' where a whole number"),
+    ("granite-hybrid", {"mamba_n_groups": 3}, "which 3 groups do not divide: fix"),
+    ("granite-hybrid", {"mamba_d_state": 1 << 24}, "more than stoop supports: fix"),
+    (
+        "granite-hybrid",
+        {"mamba_expand": 1 << 24, "mamba_d_head": "auto"},
+        "more than stoop supports: fix",
+    ),
+    ("granite-hybrid", {"logits_scaling": 0}, "logits_scaling=0 where a positive number"),
+    ("granite-hybrid", {"residual_multiplier": "x"}, "residual_multiplier='x' where a number"),
+    ("granite-hybrid", {"time_step_limit": [1.0, 0.5]}, "two rising numbers are needed: fix"),
+    ("granite-hybrid", {"time_step_limit": [0.0]}, "two rising numbers are needed: fix"),
+    ("bamba", {"attn_layer_indices": [1, 3]}, "a list of layers is needed: fix"),
+    ("bamba", {"attn_layer_indices": 1}, "attn_layer_indices=1 where a list of layers"),
+    ("bamba", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "fix partial_rotary_factor"),
+    ("bamba", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: use"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_broken_configs_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        read(name, **changes)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_values_of_a_wrong_type_are_refused_or_harmless(name: str) -> None:
+    messages = []
+    for key in config_of(name).keys() - {"architectures"}:
+        for value in VALUES:
+            try:
+                hash(read(name, **{key: value}))
+            except StoopError as error:
+                messages.append(str(error))
+    assert len(messages) > 100
+    assert not any("\n" in message or len(message) > 400 for message in messages)
+
+
+def test_old_spellings_mean_the_same(checkpoints: CheckpointStore) -> None:
+    """As transformers 4 and the hub's first checkpoints have it."""
+    assert read("granite-hybrid", layer_types=["mamba", "attention", "mamba"]) == read(
+        "granite-hybrid", layer_types=["linear_attention", "full_attention", "linear_attention"]
+    )
+    assert read("granite-hybrid", position_embedding_type="nope") == read("granite-hybrid")
+    for limits in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
+        assert read("granite-hybrid", time_step_limit=limits) == read("granite-hybrid")
+    assert read("granite-hybrid", mamba_d_head="auto") == read("granite-hybrid", mamba_d_head=32)
+    assert read("lfm2", layer_types=None, full_attn_idxs=[1]) == read("lfm2")
+    assert read("lfm2", tie_embedding=True, tie_word_embeddings=None) == read("lfm2")
+    old_rope = {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": None}
+    assert read("bamba", **old_rope) == read("bamba")
+    assert read("bamba").rotary_dim == 8
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_absent_key_means_what_transformers_assumes(
+    checkpoints: CheckpointStore, tmp_path: Path, name: str
+) -> None:
+    """Of keys that change the sizes of no tensor, and of biases."""
+    keys = ("rms_norm_eps", "norm_eps", "conv_bias", "mamba_conv_bias", "mamba_proj_bias")
+    keys += ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+    keys += ("logits_scaling", "time_step_limit", "tie_word_embeddings", "attention_bias")
+    full = config_of(name)
+    assumed = ARCHITECTURES[name].config_class()
+    for key in keys:
+        if key in full and hasattr(assumed, key):
+            path = tmp_path / key / "config.json"
+            path.parent.mkdir()
+            path.write_text(json.dumps(full))
+            edit_json(path, **{key: None})
+            value = getattr(assumed, key)
+            value = list(value) if isinstance(value, tuple) else value
+            assert read_model_spec(path.parent) == read_as(path, full | {key: value}), key
+
+
+def read_as(path: Path, config: dict[str, Any]) -> Any:
+    path.write_text(json.dumps(config))
+    return read_model_spec(path.parent)
