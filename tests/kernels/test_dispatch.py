@@ -26,6 +26,8 @@ OTHERS = {
     "attention",
     "attention_parts",
     "choice",
+    "delta_chunk",
+    "delta_step",
     "fp8",
     "gated",
     "launch",

@@ -257,3 +257,19 @@ def test_inputs_compile_for_an_h200(num_drafts: int) -> None:
         kernels.prepare_inputs(case.slots, case.rows, case.step, 16)
         kernels.commit_tokens(case.slots, case.stops, case.rows, case.step, sampled, counts)
     check_compiled(found, 2)
+
+
+@pytest.mark.interpreted
+@SEEDS
+def test_pending_tokens_equal_torch(seed: int) -> None:
+    from stoop.ops import recurrent
+    from stoop.ops.kernels import recurrent as recurrent_kernels
+
+    rng = random.Random(seed)
+    case = prepared_case(rng)
+    case.slots.num_computed.random_(0, case.max_len)
+    ours = torch.full_like(case.slots.num_computed, 77)
+    theirs, log_len = ours.clone(), rng.choice((1, 4, 8))
+    recurrent.commit_pending.reference(case.slots, case.rows, case.step, theirs, log_len)
+    recurrent_kernels.commit_pending(case.slots, case.rows, case.step, ours, log_len)
+    assert torch.equal(ours[:-1], theirs[:-1]) and ours[-1] == 77  # the sink
