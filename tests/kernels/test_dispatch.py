@@ -33,6 +33,7 @@ OTHERS = {
     "linear_choice",
     "linear_tuning",
     "mamba_parts",
+    "mamba_scan",
 }
 MODULES = {name for _, name, _ in pkgutil.iter_modules(stoop.ops.kernels.__path__)} - OTHERS
 
