@@ -35,6 +35,7 @@ OTHERS = {
     "linear_choice",
     "linear_tuning",
     "mamba_parts",
+    "mamba_scan",
 }
 MODULES = {name for _, name, _ in pkgutil.iter_modules(stoop.ops.kernels.__path__)} - OTHERS
 

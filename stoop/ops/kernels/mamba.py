@@ -12,6 +12,7 @@ from stoop.ops.kernels.launch import (
     wait_for_inputs,
 )
 from stoop.ops.kernels.mamba_parts import advance, fold, read_row, time_step
+from stoop.ops.kernels.mamba_scan import ScanMemory, mamba_scan_
 from stoop.ops.library import register
 from stoop.ops.mamba import MambaState, MambaWeights
 from stoop.ops.recurrent import RecurrentRows
@@ -93,7 +94,6 @@ def _step_kernel(
     let_next_start(PDL)
     TILES: tl.constexpr = (HEAD_DIM + ROWS - 1) // ROWS
     INNER: tl.constexpr = HEADS * HEAD_DIM
-    WIDTH: tl.constexpr = INNER + 2 * GROUPS * STATE
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % HEADS
     row, group = tl.program_id(0) // (TILES * HEADS), head // (HEADS // GROUPS)
     # What earlier steps wrote was there before this kernel could start: see launch.py.
@@ -122,24 +122,21 @@ def _step_kernel(
     if (live > 0) & ((pending > 0) | (context == 0)):
         tl.store(matrix_ptr + rows * STATE + columns, s, mask=inside)
     token = begin.to(tl.int64)
-    xbc_ptr += token * WIDTH
-    b_ptr = xbc_ptr + INNER + group * STATE + columns
+    xbc_ptr += token * (INNER + 2 * GROUPS * STATE)
+    b_ptr, out = xbc_ptr + INNER + group * STATE + columns, out_ptr + at + rows
     _run_tokens(
         s, live, context, rate, bias, d, dt_min, dt_max,
         xbc_ptr + at + rows, b_ptr, b_ptr + GROUPS * STATE, dt_ptr + token * dt_stride + head,
-        dt_stride, out_ptr + token * INNER + at + rows,
-        input_log_ptr + rows, b_log_ptr + columns, decay_log_ptr, row_exists, column_exists,
-        tile == 0, (tile == 0) & (head % (HEADS // GROUPS) == 0),
+        dt_stride, out + token * INNER, input_log_ptr + rows, b_log_ptr + columns, decay_log_ptr,
+        row_exists, column_exists, tile == 0, (tile == 0) & (head % (HEADS // GROUPS) == 0),
         LOG, HEADS, INNER, GROUPS * STATE, AHEAD,
     )  # fmt: skip
     zero = tl.zeros((ROWS, 1), out_ptr.dtype.element_ty)
-    out_ptr += at
     for dead in range(live, length):
-        tl.store(out_ptr + (token + dead) * INNER + rows, zero, mask=row_exists)
+        tl.store(out + (token + dead) * INNER, zero, mask=row_exists)
     if ALONE:
-        token = end.to(tl.int64)
         for padding in range(row, num_tokens - end, num_reqs):
-            tl.store(out_ptr + (token + padding) * INNER + rows, zero, mask=row_exists)
+            tl.store(out + (end.to(tl.int64) + padding) * INNER, zero, mask=row_exists)
 
 
 @register(
@@ -203,6 +200,9 @@ def mamba(
     for tensor in kept:
         assert tensor[0].is_contiguous() and tensor.dtype == torch.float32
     mamba_step_(*inputs, *kept, rows.short, out)
+    if not rows.short:
+        memory = ScanMemory.empty(xbc, state.matrix)
+        mamba_scan_(*inputs, *kept, *memory.tensors, out)
     return out
 
 
