@@ -123,7 +123,6 @@ MENTIONS = {
     "_dispatch_and_sync_dp": "spec/decode_lane.py",
     "propose": "spec/eagle.py",
     "_prepare_eagle_inputs_kernel": "ops/drafting.py",
-    "MambaHybridModelState": "model_state/mamba_hybrid.py",
     "attn_groups": "model_state/base.py",
     "KVCacheConfig": "core/state.py",
     "FlashMLASchedMeta": "attention/reference.py",
