@@ -20,8 +20,8 @@ STEP_COLUMNS = 16
 STEP_WARPS = 1
 FINISH_HEADS = 4
 SCAN_COLUMNS = 32
-# Two warps use mma: with four, triton 3.6 makes wgmma of these products that reads shared memory out
-# of bounds (compute-sanitizer, H200).
+# Two warps use mma. With four, triton 3.6 turns these products into wgmma that reads shared memory
+# out of bounds (compute-sanitizer on an H200).
 SCAN_WARPS = 2
 SCAN_STAGES = 2
 SCAN_PROGRAMS = 256  # at least, if there are enough rows
