@@ -11,6 +11,7 @@ LONGEST_FILES = (
     "kernels/test_attention.py",
     "kernels/test_linear.py",
     "kernels/test_mamba.py",
+    "kernels/test_delta_net.py",
     "spec/test_drafts.py",
     "native/test_engines.py",
     "spec/test_sampling_options.py",

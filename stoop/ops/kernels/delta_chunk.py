@@ -202,13 +202,13 @@ def _long_row(starts_ptr, rank, num_reqs, log_len):
 
 @triton.jit
 def _times(x, y, PRECISION: tl.constexpr, WIDE: tl.constexpr):
-    """x y, of x as the model rounded it and y in float32. In half precisions y becomes the sum of
-    two parts, which is more exact than tf32, and x need not be converted."""
-    if WIDE or x.dtype == tl.float32:
-        return tl.dot(x.to(tl.float32), y, input_precision=PRECISION)
-    upper = y.to(x.dtype)
-    lower = (y - upper.to(tl.float32)).to(x.dtype)
-    return tl.dot(x, upper, tl.dot(x, lower))
+    """x y, of x in float32 and y as the model rounded it. In half precisions x becomes the sum of
+    two parts, which is more exact than tf32, and y need not be converted."""
+    if WIDE or y.dtype == tl.float32:
+        return tl.dot(x, y.to(tl.float32), input_precision=PRECISION)
+    upper = x.to(y.dtype)
+    lower = (x - upper.to(tl.float32)).to(y.dtype)
+    return tl.dot(upper, y, tl.dot(lower, y))
 
 
 @triton.jit
@@ -219,31 +219,35 @@ def _scan_chunk(
 ):  # fmt: skip
     """Write a chunk's outputs in place of U; returns the state after it.
 
+    state: [BV, DK], transposed. All products have BV rows: too few for wgmma, of which triton 3.6
+    makes wrong code here (compute-sanitizer on an H200: it reads past shared memory).
     first: its first token, count: from there to the row's end
     """
     place = tl.arange(0, CHUNK)
     live = place < count
-    inside = live[:, None]
-    dim, other = tl.arange(0, DK)[None, :], tl.arange(0, CHUNK)[None, :]
+    inside = live[None, :]
+    dim, other = tl.arange(0, DK), tl.arange(0, CHUNK)
     CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
     token = first + place
-    line = token[:, None] * HV + head
-    in_qkv = token[:, None] * CHANNELS + head // (HV // HK) * DK + dim
-    u_ptr = raw_ptr + (line * DV + column[None, :])
-    w = tl.load(w_ptr + (line * DK + dim), mask=inside, other=0.0)
+    line = token * HV + head
+    in_qkv = token * CHANNELS + head // (HV // HK) * DK
+    u_ptr = raw_ptr + (line[None, :] * DV + column[:, None])
+    w = tl.load(w_ptr + (line[:, None] * DK + dim[None, :]), mask=live[:, None], other=0.0)
     u = tl.load(u_ptr, mask=inside, other=0.0)
-    scale_ptr = scales_ptr + (token * HV + head)
+    scale_ptr = scales_ptr + line
     q_scale = tl.load(scale_ptr, mask=live, other=0.0)
     k_scale = tl.load(scale_ptr + scales_stride, mask=live, other=0.0)
     total = tl.load(scales_ptr + (first * HV + head + 2 * scales_stride))
-    update = u - tl.dot(w, state, input_precision=PRECISION)
-    q = tl.load(qkv_ptr + in_qkv, mask=inside, other=0.0)
-    out = _times(q, state, PRECISION, WIDE) * q_scale[:, None]
-    p = tl.load(p_ptr + (line * CHUNK + other), mask=inside, other=0.0)
-    out = tl.dot(p, update, out, input_precision=PRECISION)
+    update = u - tl.dot(state, tl.trans(w), input_precision=PRECISION)
+    q_ptr = qkv_ptr + (in_qkv[:, None] + dim[None, :])
+    q = tl.load(q_ptr, mask=live[:, None], other=0.0)
+    out = _times(state, tl.trans(q), PRECISION, WIDE) * q_scale[None, :]
+    p_at = p_ptr + (line[:, None] * CHUNK + other[None, :])
+    p = tl.load(p_at, mask=live[:, None], other=0.0)
+    out = tl.dot(update, tl.trans(p), out, input_precision=PRECISION)
     tl.store(u_ptr, out, mask=inside)
-    k = tl.load(qkv_ptr + (in_qkv + HK * DK), mask=inside, other=0.0)
-    return state * total + _times(tl.trans(k), update * k_scale[:, None], PRECISION, WIDE)
+    k = tl.load(q_ptr + HK * DK, mask=live[:, None], other=0.0)
+    return state * total + _times(update * k_scale[None, :], k, PRECISION, WIDE)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "log_len"])
@@ -270,12 +274,13 @@ def scan_kernel(
             matrix_ptr, key_log_ptr, update_log_ptr, decay_log_ptr, matrix_stride, key_log_stride,
             update_log_stride, decay_log_stride, slot, head, column, pending, kept, HV, HK, DK, DV,
         )  # fmt: skip
+        state = tl.trans(state)
         for done in tl.range(0, count, CHUNK, num_stages=STAGES):
             state = _scan_chunk(
                 state, qkv_ptr, w_ptr, raw_ptr, p_ptr, scales_ptr, begin + done,
                 count - done, head, column, scales_stride, HV, HK, DK, DV, PRECISION, WIDE,
             )  # fmt: skip
         line = (head * DK + tl.arange(0, DK))[:, None] * DV + column[None, :]
-        tl.store(matrix_ptr + slot * matrix_stride + line, state, mask=count > 0)
+        tl.store(matrix_ptr + slot * matrix_stride + line, tl.trans(state), mask=count > 0)
         rank += tl.num_programs(1)
         row = _long_row(starts_ptr, rank, num_reqs, log_len)

@@ -16,13 +16,12 @@ from stoop.ops.recurrent import RecurrentRows
 
 # Columns of a state and warps of a program of `step_kernel`. They decide in what order sums over
 # key_dim are taken, so they must not depend on the batch.
-STEP_COLUMNS = 16
+STEP_COLUMNS = 32
 STEP_WARPS = 1
 FINISH_HEADS = 4
 SCAN_COLUMNS = 32
-# Two warps use mma. With four, triton 3.6 turns these products into wgmma that reads shared memory
-# out of bounds (compute-sanitizer on an H200).
-SCAN_WARPS = 2
+SCAN_COLUMNS_WIDE = 16  # of float32 models, whose products take more registers
+SCAN_WARPS = 4
 SCAN_STAGES = 2
 SCAN_PROGRAMS = 256  # at least, if there are enough rows
 PREPARE_WARPS = 8
@@ -92,7 +91,8 @@ def delta_scan_(qkv: Tensor, *rest: Tensor) -> None:
     *_, slots, _, matrix, key_log, update_log, decay_log, _, _, _, scales = rest
     _check_state(matrix, key_log, update_log, decay_log)
     sizes, log_len, num_reqs = _sizes(matrix, key_log), key_log.shape[1], slots.shape[0]
-    columns = min(SCAN_COLUMNS, sizes["DV"])
+    wide = qkv.dtype == torch.float32
+    columns = min(SCAN_COLUMNS_WIDE if wide else SCAN_COLUMNS, sizes["DV"])
     programs = sizes["HV"] * (sizes["DV"] // columns)
     longest = max(1, min(num_reqs, qkv.shape[0] // (log_len + 1)))  # long rows there may be
     together = min(longest, triton.cdiv(SCAN_PROGRAMS, programs))

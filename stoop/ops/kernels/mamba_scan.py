@@ -45,7 +45,7 @@ def scan_tiling(dtype: torch.dtype) -> ScanTiling:
     if dtype == torch.float32:
         return ScanTiling(512, 16, 16, 8, 1)
     return (
-        ScanTiling(512, 64, 32, 4, 1) if dtype == torch.float16 else ScanTiling(512, 64, 64, 4, 2)
+        ScanTiling(512, 32, 32, 4, 1) if dtype == torch.float16 else ScanTiling(512, 64, 64, 4, 2)
     )
 
 
