@@ -14,7 +14,7 @@ from stoop import LLM, SamplingParams
 from stoop.core.step import StepPlan
 from stoop.worker.output import LaunchedStep
 from stoop.worker.profiling import run_dummy_step
-from support.checkpoints import HYBRIDS, VOCAB_SIZE, CheckpointStore
+from support.checkpoints import MIXERS, VOCAB_SIZE, CheckpointStore
 from support.engines import generate_ids, make_llm
 from support.huggingface import HuggingFace
 from support.scripted import scripted, scripted_config
@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=MIXERS)
 def name(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -74,7 +74,7 @@ def test_drafts_change_no_answer(
     """Invariants 2 and 10: under the sanitizer, each replay equals its eager twin, states too."""
     backend = ("reference", "hostplan")[MODES.index(mode) % 2]
     watched = {"attention_backend": backend, "sanitize": mode != "none"}
-    num_drafts = (3, 1, 3, 7, 3, 7)[(MODES.index(mode) + HYBRIDS.index(name)) % 6]
+    num_drafts = (3, 1, 3, 7, 3, 7)[(MODES.index(mode) + MIXERS.index(name)) % 6]
     llm = make(folder, graph_mode=mode, num_drafts=num_drafts, **watched)
     assert generate_ids(llm, PROMPTS, GREEDY) == expected
     metrics = llm.metrics()

@@ -18,7 +18,7 @@ from stoop.model_state.mamba_hybrid import MambaHybridModelState
 from stoop.ops import causal_conv, delta_net, mamba
 from stoop.ops import recurrent as ops_recurrent
 from stoop.ops.delta_net import DeltaGates
-from support.checkpoints import HYBRIDS, VOCAB_SIZE, CheckpointStore
+from support.checkpoints import MIXERS, VOCAB_SIZE, CheckpointStore
 from support.engines import generate_ids, make_llm
 from support.huggingface import HuggingFace
 from support.scripted import scripted, scripted_config
@@ -142,13 +142,13 @@ def forget_the_offset(patch: Patch) -> None:
 Case = tuple[str, Callable[[Patch], None], tuple[str, ...], str | None]
 # name, bug, families, the buffer that the sanitizer names (None: it sees no difference)
 MUTANTS: list[Case] = [
-    ("accepted count not reset", forget_the_reset, HYBRIDS, "hidden"),
-    ("stale state in a reused slot", ignore_the_context, HYBRIDS, "hidden"),
-    ("rejected drafts kept", keep_rejected_drafts, HYBRIDS, None),
-    ("nothing committed", never_commit, HYBRIDS, None),
-    ("padding clamped to slot 0", clamp_padding_to_slot_0, HYBRIDS, None),
-    ("a chunk counted as logged", commit_chunks_as_steps, HYBRIDS, None),
-    ("window shifted too early", skip_the_window_log, HYBRIDS, None),
+    ("accepted count not reset", forget_the_reset, MIXERS, "hidden"),
+    ("stale state in a reused slot", ignore_the_context, MIXERS, "hidden"),
+    ("rejected drafts kept", keep_rejected_drafts, MIXERS, None),
+    ("nothing committed", never_commit, MIXERS, None),
+    ("padding clamped to slot 0", clamp_padding_to_slot_0, MIXERS, None),
+    ("a chunk counted as logged", commit_chunks_as_steps, MIXERS, None),
+    ("window shifted too early", skip_the_window_log, MIXERS, None),
     ("gates a and b swapped", swap_a_and_b, ("qwen3.5",), None),
     ("gate before the norm", gate_before_the_norm, ("qwen3.5",), None),
     ("norm before the gate", norm_before_the_gate, ("granite-hybrid",), None),

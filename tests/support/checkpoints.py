@@ -189,13 +189,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer_types=["full_attention", *["linear_attention"] * 3],
     ),
 }
-# One of each kind of recurrent layer.
-HYBRIDS = ("lfm2", "qwen3.5", "granite-hybrid")
 WINDOWED = ("mistral", "qwen2-window", "qwen3-window")
 # With recurrent layers, except for "granite-attention". They take longer, so that tests cross them
 # with fewer settings (support/crossings.py); variants run in a few tests only.
-HYBRIDS = ("lfm2", "granite-hybrid", "bamba")
-VARIANTS = ("lfm2-biases", "granite-groups", "granite-attention", "bamba-groups")
+HYBRIDS = ("lfm2", "granite-hybrid", "bamba", "qwen3.5")
+MIXERS = ("lfm2", "qwen3.5", "granite-hybrid")  # one for each kind of recurrent layer
+VARIANTS = (
+    *("lfm2-biases", "granite-groups", "granite-attention", "bamba-groups", "qwen3.5-tied"),
+)
 PLAIN = tuple(name for name in ARCHITECTURES if name not in HYBRIDS + VARIANTS)
 
 

@@ -130,11 +130,17 @@ class ReferenceStore:
 
 
 def make_exact(model: PreTrainedModel) -> None:
-    """float64 throughout: transformers' norms, eager softmax and Mamba go through float32."""
+    """float64 throughout: transformers' norms, eager softmax and recurrent layers use float32."""
     model.set_attn_implementation("sdpa")
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
+        if kind == "Qwen3_5RMSNorm":
+            module.forward = MethodType(_exact_offset_norm, module)
+        elif kind == "Qwen3_5RMSNormGated":
+            module.forward = MethodType(_exact_norm_then_gate, module)
+        elif kind == "Qwen3_5GatedDeltaNet":
+            module.forward = partial(_exact_delta_net, module, module.forward)
+        elif kind.endswith("RMSNorm"):
             module.forward = MethodType(_exact_rms_norm, module)
         elif kind.endswith("RMSNormGated"):
             module.forward = MethodType(_exact_gated_norm, module)
@@ -149,6 +155,56 @@ def _exact_rms_norm(norm: Any, x: Tensor) -> Tensor:
 
 def _exact_gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     return _exact_rms_norm(norm, x * F.silu(gate))
+
+
+def _exact_offset_norm(norm: Any, x: Tensor) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.eps)
+    return (1.0 + norm.weight) * (x * scale)
+
+
+def _exact_norm_then_gate(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    return _exact_rms_norm(norm, x) * F.silu(gate)
+
+
+def _exact_delta_net(
+    layer: Any, forward: Callable[..., Tensor], *args: Any, **options: Any
+) -> Tensor:
+    """The layer's own pass, with another delta rule. Decays are computed again, since the layer
+    rounds them to float32."""
+    seen: list[Tensor] = []
+    hook = layer.in_proj_a.register_forward_hook(lambda module, given, out: seen.append(out))
+    module = sys.modules[type(layer).__module__]
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, None]:
+        assert given["initial_state"] is None and not given["output_final_state"]
+        decay = -layer.A_log.exp() * F.softplus(seen[-1] + layer.dt_bias)
+        return _exact_delta_rule(query, key, value, decay, given["beta"]), None
+
+    try:
+        with mock.patch.object(module, "torch_chunk_gated_delta_rule", rule):
+            return forward(*args, **options)
+    finally:
+        hook.remove()
+
+
+def _exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """What every token adds solves one triangular system: neither a recurrence nor in chunks.
+
+    q and k: [1, tokens, heads, key_dim], v: [1, tokens, heads, value_dim]; others [1, tokens, heads]
+    """
+    repeat = v.shape[2] // k.shape[2]
+    q, k = (each.repeat_interleave(repeat, dim=2) for each in (q, k))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    total = decay.cumsum(dim=1)
+    lasting = total[:, :, None] - total[:, None]  # [1, to, from, heads]
+    later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    lasting = lasting.masked_fill(later[None, :, :, None], -torch.inf).exp().permute(0, 3, 1, 2)
+    steps = beta.permute(0, 2, 1)[..., None]  # [1, heads, tokens, 1]
+    pairs = (torch.einsum("bihd,bjhd->bhij", k, k) * lasting * steps).tril(-1)
+    system = pairs + torch.eye(q.shape[1], dtype=q.dtype)
+    added = torch.linalg.solve(system, steps * v.transpose(1, 2))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * lasting * q.shape[-1] ** -0.5
+    return (scores @ added).transpose(1, 2)
 
 
 def _exact_mamba(layer: Any, forward: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:

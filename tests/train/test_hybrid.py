@@ -11,14 +11,14 @@ from stoop.train.attention import PackedContext
 from stoop.train.packing import make_pack
 from stoop.train.stages import run_export, run_train
 from support import training
-from support.checkpoints import HYBRIDS, CheckpointStore
+from support.checkpoints import MIXERS, CheckpointStore
 from support.engines import generate_ids, make_llm
 
 LENGTHS = (1, 2, 9, 30)
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", MIXERS)
 def test_packed_documents_do_not_see_each_other(name: str, checkpoints: CheckpointStore) -> None:
     """Hidden states in a pack are those of each document alone, and lead to an engine's answers."""
     llm = make_llm(checkpoints.get(name, dtype="float64"), **SMALL)
