@@ -79,7 +79,7 @@ def make_rows(lengths: list[int], context: int, pending: int, log_len: int) -> R
 
 def copy_bandwidth() -> float:
     """Bytes read and written in a second."""
-    source = torch.empty(2**28, dtype=torch.float32, device="cuda")  # bytes are copied slower
+    source = torch.empty(2**28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (time_graph(lambda: target.copy_(source)) / 1e3)
 

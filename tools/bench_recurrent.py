@@ -119,7 +119,7 @@ def rows_of(batch: int, query_len: int, context: int, pending: int, log_len: int
 
 def copy_bandwidth() -> float:
     """Bytes read and written, per second."""
-    source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device=DEVICE)  # bytes go slower
+    source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / (time_graph(lambda: target.copy_(source), 9) * 1e-3)
 

@@ -190,7 +190,7 @@ def _exact_delta_net(
 def _exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """What every token adds solves one triangular system: neither a recurrence nor in chunks.
 
-    q and k: [1, tokens, heads, key_dim], v: [1, tokens, heads, value_dim]; others [1, tokens, heads]
+    q, k: [1, tokens, heads, key_dim], v: [1, tokens, heads, value_dim]; others: [1, tokens, heads]
     """
     repeat = v.shape[2] // k.shape[2]
     q, k = (each.repeat_interleave(repeat, dim=2) for each in (q, k))
