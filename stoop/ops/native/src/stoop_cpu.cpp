@@ -1,5 +1,5 @@
 // The C interface: what stoop/ops/native calls through ctypes.
-#include "layers.h"
+#include "attention.h"
 #include "pool.h"
 #include "step.h"
 
@@ -117,9 +117,9 @@ struct Share {
 };
 
 void multiply_into(const Matrix& m, const float* bias, const Inputs& in, int64_t num_tokens, float* out, int64_t stride,
-                   bool add, int thread, Team& team) {
+                   bool add, Upcoming& upcoming, int thread, Team& team) {
     Share share(m, thread, team);
-    product(m, share.begin, share.end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    product(m, share.begin, share.end, in.tokens(), num_tokens, upcoming, [&](int tile, int64_t t, Vec value) {
         float* to = out + t * stride + LANES * tile;
         value = biased(value, bias, tile);
         store(to, add ? load(to) + value : value);
@@ -130,17 +130,17 @@ void multiply_into(const Matrix& m, const float* bias, const Inputs& in, int64_t
 // silu(gate) * up, where the first half of the outputs is gate. A thread rounds what it has computed,
 // if the results are the inputs of another product.
 void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_t num_tokens, float* out, int64_t stride,
-                    const Inputs* next, int thread, Team& team) {
+                    const Inputs* next, Upcoming& upcoming, int thread, Team& team) {
     const int half = m.num_outputs / 2 / LANES, at_once = next ? INPUT_GROUP / LANES : 1;
     Matrix gate = m, up = m;
     gate.num_outputs = up.num_outputs = m.num_outputs / 2;
     up.data += int64_t(half) * m.tile_bytes;
     const int begin = first_share(half / at_once, thread, team.size()) * at_once;
     const int end = first_share(half / at_once, thread + 1, team.size()) * at_once;
-    product(gate, begin, end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    product(gate, begin, end, in.tokens(), num_tokens, upcoming, [&](int tile, int64_t t, Vec value) {
         store(out + t * stride + LANES * tile, silu(biased(value, bias, tile)));
     });
-    product(up, begin, end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    product(up, begin, end, in.tokens(), num_tokens, upcoming, [&](int tile, int64_t t, Vec value) {
         float* to = out + t * stride + LANES * tile;
         store(to, load(to) * biased(value, bias, half + tile));
     });
@@ -149,32 +149,72 @@ void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_
     team.barrier();
 }
 
+int64_t num_queries(const Batch& batch, int64_t row) {
+    return batch.query_start_loc[row + 1] - batch.query_start_loc[row];
+}
+
+// How blocks of a row's queries are shared by threads
+struct Dealing {
+    int64_t num_blocks = 0;
+    bool few;  // threads share the heads of a block
+
+    Dealing(const Batch& batch, const Team& team) {
+        for (int64_t row = 0; row < batch.num_reqs; row++) num_blocks += (num_queries(batch, row) + QUERY_BLOCK - 1) / QUERY_BLOCK;
+        few = num_blocks < 4 * team.size();
+    }
+};
+
+// The KV blocks of rows that a thread will attend to, if their queries are few: those of a prompt are
+// read again and again, so they are in a cache.
+void find_upcoming(const Batch& batch, const Heads& heads, int thread, const Team& team, Upcoming& upcoming) {
+    upcoming.block_bytes = int64_t(heads.block_size) * heads.num_kv_heads * heads.head_dim * 4;
+    if (Dealing(batch, team).few) return;
+    int64_t block = 0;
+    for (int64_t row = 0; row < batch.num_reqs; row++) {
+        const int64_t count = num_queries(batch, row), context = batch.context_lens[row];
+        if (count > 0 && count <= QUERY_BLOCK && block % team.size() == thread) {
+            const int32_t* blocks = batch.block_table + batch.row_slots[row] * batch.max_blocks;
+            int64_t begin = heads.window ? std::max<int64_t>(0, context - heads.window + 1) : 0;
+            for (int64_t i = begin / heads.block_size; i * heads.block_size < context; i++)
+                upcoming.blocks.push_back(blocks[i]);
+        }
+        block += (count + QUERY_BLOCK - 1) / QUERY_BLOCK;
+    }
+}
+
 // next: the inputs of the product that follows, whose rows are the output; a thread rounds what it has
 // computed. Null: nothing is rounded.
 void attend(const AttentionCall& call, const Inputs* next, int thread, Team& team) {
     const Batch& batch = call.batch;
     const int num_heads = call.heads.num_heads;
     const int64_t dim = call.heads.head_dim;
-    // Items in order of rows, blocks of queries, heads; a thread takes a run of them.
-    int64_t num_blocks = 0;
-    for (int64_t row = 0; row < batch.num_reqs; row++)
-        num_blocks += (batch.query_start_loc[row + 1] - batch.query_start_loc[row] + QUERY_BLOCK - 1) / QUERY_BLOCK;
-    const bool few = num_blocks < 4 * team.size();
-    int64_t item = 0, total = num_blocks * num_heads;
-    int64_t begin = total * thread / team.size(), end = total * (thread + 1) / team.size();
+    const Dealing dealing(batch, team);
+    // Pairs of a block of queries and a head, in order of rows: few are split into equal runs.
+    const int64_t total = dealing.num_blocks * num_heads;
+    const int64_t begin = total * thread / team.size(), end = total * (thread + 1) / team.size();
+    int64_t block = 0;
     for (int64_t row = 0; row < batch.num_reqs; row++) {
-        int64_t count = batch.query_start_loc[row + 1] - batch.query_start_loc[row];
-        for (int64_t first = 0; first < count; first += QUERY_BLOCK)
-            for (int head = 0; head < num_heads; head++, item++) {
+        const int64_t count = num_queries(batch, row);
+        const int64_t after = row + team.size();
+        const int64_t next_row = !dealing.few && count <= QUERY_BLOCK && after < batch.num_reqs ? after : -1;
+        for (int64_t first = 0; first < count; first += QUERY_BLOCK, block++) {
+            int head_begin = 0, head_end = num_heads;
+            if (dealing.few) {
+                head_begin = int(std::clamp<int64_t>(begin - block * num_heads, 0, num_heads));
+                head_end = int(std::clamp<int64_t>(end - block * num_heads, 0, num_heads));
+            } else if (block % team.size() != thread) {
                 // Blocks of a long prompt take longer the later they are, so they are dealt out.
-                bool mine = few ? item >= begin && item < end : (item / num_heads) % team.size() == thread;
-                if (!mine) continue;
-                int64_t last = std::min<int64_t>(first + QUERY_BLOCK, count);
-                call.run(row, head, first, last);
-                if (next)
-                    for (int64_t t = first; t < last; t++)
-                        next->round(batch.query_start_loc[row] + t, head * dim, (head + 1) * dim);
+                continue;
             }
+            if (head_begin >= head_end) continue;
+            const int64_t last = std::min<int64_t>(first + QUERY_BLOCK, count);
+            const int at_once = PAIR_BLOCK / int(last - first);
+            for (int head = head_begin; head < head_end; head += at_once)
+                attend_item(call, {row, first, last, head, std::min(head + at_once, head_end), next_row});
+            if (next)
+                for (int64_t t = first; t < last; t++)
+                    next->round(batch.query_start_loc[row] + t, head_begin * dim, head_end * dim);
+        }
     }
     if (thread == 0) {
         int64_t live = batch.query_start_loc[batch.num_reqs];
@@ -195,7 +235,7 @@ struct StackRun {
     float* qkv;
 };
 
-void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) {
+void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int thread, Team& team) {
     const Batch& batch = run.batch;
     const int64_t hidden = run.stack.hidden_size, num_tokens = batch.num_tokens;
     const int64_t width = layer.qkv.num_outputs, q_size = int64_t(layer.heads.num_heads) * layer.heads.head_dim;
@@ -206,7 +246,7 @@ void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) 
     if (given) fill_normed(run.input, run.input_width, nullptr, 0.f, num_tokens, run.first, thread, team);
     else fill_normed(run.stream, hidden, layer.input_norm, layer.eps, num_tokens, run.normed, thread, team);
     const Inputs& input = given ? run.first : run.normed;
-    multiply_into(layer.qkv, layer.qkv_bias, input, num_tokens, run.qkv, width, false, thread, team);
+    multiply_into(layer.qkv, layer.qkv_bias, input, num_tokens, run.qkv, width, false, upcoming, thread, team);
     for_rows(num_tokens, thread, team, [&](int64_t t) {
         rotate_and_store(run.qkv + t * width, t, batch, layer.heads, run.stack.rotary, layer.head_norms, layer.cache,
                          layer.cache_part);
@@ -216,12 +256,15 @@ void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) 
     attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, run.attended.rows, q_size},
            rounds ? &run.attended : nullptr, thread, team);
     team.barrier();
+    const Layer* after = &layer + 1;
+    if (after < run.stack.layers + run.stack.num_layers) upcoming.restart(after->cache, after->cache + after->cache_part);
+    else upcoming.blocks.clear();
     if (!rounds) fill_normed(run.attended.rows, q_size, nullptr, 0.f, num_tokens, run.attended, thread, team);
-    multiply_into(layer.o, layer.o_bias, run.attended, num_tokens, run.stream, hidden, true, thread, team);
+    multiply_into(layer.o, layer.o_bias, run.attended, num_tokens, run.stream, hidden, true, upcoming, thread, team);
     fill_normed(run.stream, hidden, layer.post_norm, layer.eps, num_tokens, run.normed, thread, team);
     multiply_gated(layer.gate_up, layer.gate_up_bias, run.normed, num_tokens, run.gated.rows, run.gated.width, &run.gated,
-                   thread, team);
-    multiply_into(layer.down, layer.down_bias, run.gated, num_tokens, run.stream, hidden, true, thread, team);
+                   upcoming, thread, team);
+    multiply_into(layer.down, layer.down_bias, run.gated, num_tokens, run.stream, hidden, true, upcoming, thread, team);
 }
 
 struct ProductRun {
@@ -287,7 +330,12 @@ void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* s
     engine.team.run(
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<StackRun*>(argument);
-            for (int64_t i = 0; i < run.stack.num_layers; i++) run_layer(run, run.stack.layers[i], thread, team);
+            const Layer& first = run.stack.layers[0];
+            Upcoming upcoming;
+            find_upcoming(run.batch, first.heads, thread, team, upcoming);
+            upcoming.restart(first.cache, first.cache + first.cache_part);
+            for (int64_t i = 0; i < run.stack.num_layers; i++)
+                run_layer(run, run.stack.layers[i], upcoming, thread, team);
         },
         &run);
 }
@@ -305,12 +353,13 @@ void stoop_product(void* handle, const Matrix* matrix, const float* bias, const 
     engine.team.run(
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<ProductRun*>(argument);
+            Upcoming none;
             fill_normed(run.x, run.x_stride, run.norm, run.eps, run.num_tokens, run.inputs, thread, team);
             if (run.gated)
-                multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, nullptr, thread,
-                               team);
+                multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, nullptr, none,
+                               thread, team);
             else
-                multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, false,
+                multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, false, none,
                               thread, team);
         },
         &run);
