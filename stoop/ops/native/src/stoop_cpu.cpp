@@ -30,8 +30,6 @@ struct Stack {
     int64_t tap_stride;  // from token to token, in floats
 };
 
-int first_share(int count, int thread, int num_threads) { return int(int64_t(count) * thread / num_threads); }
-
 // Memory of a pass, shared by all threads
 class Scratch {
 public:
@@ -149,72 +147,71 @@ void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_
     team.barrier();
 }
 
-int64_t num_queries(const Batch& batch, int64_t row) {
-    return batch.query_start_loc[row + 1] - batch.query_start_loc[row];
-}
-
-// How blocks of a row's queries are shared by threads
-struct Dealing {
-    int64_t num_blocks = 0;
+// The queries of a batch in blocks, and how threads share them
+struct QueryBlocks {
+    struct Block {
+        int64_t row, first, last;
+    };
+    std::vector<Block> blocks;
     bool few;  // threads share the heads of a block
 
-    Dealing(const Batch& batch, const Team& team) {
-        for (int64_t row = 0; row < batch.num_reqs; row++) num_blocks += (num_queries(batch, row) + QUERY_BLOCK - 1) / QUERY_BLOCK;
-        few = num_blocks < 4 * team.size();
+    QueryBlocks(const Batch& batch, const Team& team) {
+        for (int64_t row = 0; row < batch.num_reqs; row++) {
+            const int64_t count = batch.query_start_loc[row + 1] - batch.query_start_loc[row];
+            for (int64_t first = 0; first < count; first += QUERY_BLOCK)
+                blocks.push_back({row, first, std::min<int64_t>(first + QUERY_BLOCK, count)});
+        }
+        few = size() < 4 * team.size();
+    }
+    int size() const { return int(blocks.size()); }
+    // The row of a block that is its only one; else -1. A prompt's keys are read again and again, so
+    // they need not be fetched ahead.
+    int64_t lone_row(int block) const {
+        if (block >= size() || blocks[size_t(block)].first) return -1;
+        const int64_t row = blocks[size_t(block)].row;
+        return block + 1 < size() && blocks[size_t(block) + 1].row == row ? -1 : row;
     }
 };
 
-// The KV blocks of rows that a thread will attend to, if their queries are few: those of a prompt are
-// read again and again, so they are in a cache.
-void find_upcoming(const Batch& batch, const Heads& heads, int thread, const Team& team, Upcoming& upcoming) {
+// The KV blocks of rows that a thread will attend to
+void find_upcoming(const Batch& batch, const Heads& heads, const QueryBlocks& queries, int thread, const Team& team,
+                   Upcoming& upcoming) {
     upcoming.block_bytes = int64_t(heads.block_size) * heads.num_kv_heads * heads.head_dim * 4;
-    if (Dealing(batch, team).few) return;
-    int64_t block = 0;
-    for (int64_t row = 0; row < batch.num_reqs; row++) {
-        const int64_t count = num_queries(batch, row), context = batch.context_lens[row];
-        if (count > 0 && count <= QUERY_BLOCK && block % team.size() == thread) {
-            const int32_t* blocks = batch.block_table + batch.row_slots[row] * batch.max_blocks;
-            int64_t begin = heads.window ? std::max<int64_t>(0, context - heads.window + 1) : 0;
-            for (int64_t i = begin / heads.block_size; i * heads.block_size < context; i++)
-                upcoming.blocks.push_back(blocks[i]);
-        }
-        block += (count + QUERY_BLOCK - 1) / QUERY_BLOCK;
+    if (queries.few) return;
+    const int last = first_share(queries.size(), thread + 1, team.size());
+    for (int i = first_share(queries.size(), thread, team.size()); i < last; i++) {
+        const int64_t row = queries.lone_row(i), context = row < 0 ? 0 : batch.context_lens[row];
+        const int32_t* blocks = batch.block_table + (row < 0 ? 0 : batch.row_slots[row] * batch.max_blocks);
+        const int64_t begin = heads.window ? std::max<int64_t>(0, context - heads.window + 1) : 0;
+        for (int64_t block = begin / heads.block_size; block * heads.block_size < context; block++)
+            upcoming.blocks.push_back(blocks[block]);
     }
 }
 
 // next: the inputs of the product that follows, whose rows are the output; a thread rounds what it has
 // computed. Null: nothing is rounded.
-void attend(const AttentionCall& call, const Inputs* next, int thread, Team& team) {
+void attend(const AttentionCall& call, const QueryBlocks& queries, const Inputs* next, int thread, Team& team) {
     const Batch& batch = call.batch;
     const int num_heads = call.heads.num_heads;
-    const int64_t dim = call.heads.head_dim;
-    const Dealing dealing(batch, team);
-    // Pairs of a block of queries and a head, in order of rows: few are split into equal runs.
-    const int64_t total = dealing.num_blocks * num_heads;
-    const int64_t begin = total * thread / team.size(), end = total * (thread + 1) / team.size();
-    int64_t block = 0;
-    for (int64_t row = 0; row < batch.num_reqs; row++) {
-        const int64_t count = num_queries(batch, row);
-        const int64_t after = row + team.size();
-        const int64_t next_row = !dealing.few && count <= QUERY_BLOCK && after < batch.num_reqs ? after : -1;
-        for (int64_t first = 0; first < count; first += QUERY_BLOCK, block++) {
-            int head_begin = 0, head_end = num_heads;
-            if (dealing.few) {
-                head_begin = int(std::clamp<int64_t>(begin - block * num_heads, 0, num_heads));
-                head_end = int(std::clamp<int64_t>(end - block * num_heads, 0, num_heads));
-            } else if (block % team.size() != thread) {
-                // Blocks of a long prompt take longer the later they are, so they are dealt out.
-                continue;
-            }
-            if (head_begin >= head_end) continue;
-            const int64_t last = std::min<int64_t>(first + QUERY_BLOCK, count);
-            const int at_once = PAIR_BLOCK / int(last - first);
-            for (int head = head_begin; head < head_end; head += at_once)
-                attend_item(call, {row, first, last, head, std::min(head + at_once, head_end), next_row});
-            if (next)
-                for (int64_t t = first; t < last; t++)
-                    next->round(batch.query_start_loc[row] + t, head_begin * dim, head_end * dim);
+    auto attend_heads = [&](int block, int head_begin, int head_end) {
+        const auto& [row, first, last] = queries.blocks[size_t(block)];
+        const int64_t next_row = queries.few ? -1 : queries.lone_row(block + 1);
+        const int at_once = PAIR_BLOCK / int(last - first);
+        for (int head = head_begin; head < head_end; head += at_once)
+            attend_item(call, {row, first, last, head, std::min(head + at_once, head_end), next_row});
+        if (next)
+            for (int64_t t = batch.query_start_loc[row] + first; t < batch.query_start_loc[row] + last; t++)
+                next->round(t, head_begin * call.heads.head_dim, head_end * call.heads.head_dim);
+    };
+    if (queries.few) {  // runs of pairs of a block and a head
+        const int total = queries.size() * num_heads, end = first_share(total, thread + 1, team.size());
+        for (int at = first_share(total, thread, team.size()); at < end;) {
+            const int head = at % num_heads, count = std::min(num_heads - head, end - at);
+            attend_heads(at / num_heads, head, head + count);
+            at += count;
         }
+    } else {
+        team.share(queries.size(), thread, [&](int block) { attend_heads(block, 0, num_heads); });
     }
     if (thread == 0) {
         int64_t live = batch.query_start_loc[batch.num_reqs];
@@ -233,6 +230,7 @@ struct StackRun {
     int64_t input_width;
     Inputs first, normed, attended, gated;
     float* qkv;
+    QueryBlocks queries;
 };
 
 void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int thread, Team& team) {
@@ -254,7 +252,7 @@ void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int 
     // A group of inputs must lie in one head for the thread that computes it to round it.
     const bool rounds = layer.heads.head_dim % INPUT_GROUP == 0;
     attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, run.attended.rows, q_size},
-           rounds ? &run.attended : nullptr, thread, team);
+           run.queries, rounds ? &run.attended : nullptr, thread, team);
     team.barrier();
     const Layer* after = &layer + 1;
     if (after < run.stack.layers + run.stack.num_layers) upcoming.restart(after->cache, after->cache + after->cache_part);
@@ -323,7 +321,8 @@ void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* s
                  Inputs::take(scratch, num_tokens, stack->hidden_size),
                  Inputs::take(scratch, num_tokens, q_size),
                  Inputs::take(scratch, num_tokens, stack->intermediate_size),
-                 scratch.take(num_tokens * first.qkv.num_outputs)};
+                 scratch.take(num_tokens * first.qkv.num_outputs),
+                 QueryBlocks(*batch, engine.team)};
     scratch.place();
     for (Inputs* inputs : {&run.first, &run.normed, &run.attended, &run.gated}) inputs->place(scratch);
     run.qkv = scratch.at(run.qkv);
@@ -332,7 +331,7 @@ void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* s
             auto& run = *static_cast<StackRun*>(argument);
             const Layer& first = run.stack.layers[0];
             Upcoming upcoming;
-            find_upcoming(run.batch, first.heads, thread, team, upcoming);
+            find_upcoming(run.batch, first.heads, run.queries, thread, team, upcoming);
             upcoming.restart(first.cache, first.cache + first.cache_part);
             for (int64_t i = 0; i < run.stack.num_layers; i++)
                 run_layer(run, run.stack.layers[i], upcoming, thread, team);
@@ -371,8 +370,16 @@ void stoop_attend(void* handle, const Batch* batch, const Heads* heads, const fl
     auto& engine = *static_cast<Engine*>(handle);
     std::lock_guard<std::mutex> lock(engine.in_use);
     AttentionCall call{q, q_stride, cache, cache_part, *batch, *heads, out, int64_t(heads->num_heads) * heads->head_dim};
-    engine.team.run([](void* argument, int thread, Team& team) { attend(*static_cast<AttentionCall*>(argument), nullptr, thread, team); },
-                    &call);
+    struct Run {
+        const AttentionCall& call;
+        QueryBlocks queries;
+    } run{call, QueryBlocks(*batch, engine.team)};
+    engine.team.run(
+        [](void* argument, int thread, Team& team) {
+            auto& run = *static_cast<Run*>(argument);
+            attend(run.call, run.queries, nullptr, thread, team);
+        },
+        &run);
 }
 
 // Rows of a matrix as floats: an embedding. Ids outside the matrix give zeros.
