@@ -51,7 +51,7 @@ def test_head_sizes_and_groups(size: int, group: int) -> None:
     assert_right(make_case(MIXED, Heads(2, group, size)))
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 64, 128])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32, 64, 128])
 def test_block_sizes(block_size: int) -> None:
     assert_right(
         make_case(

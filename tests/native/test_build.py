@@ -144,6 +144,73 @@ def test_it_is_compiled_once(cache: Path, tmp_path: Path, compiler: Callable[[st
     assert {each.name for each in path.parent.iterdir()} == {path.name, f".{path.name}.lock"}
 
 
+def make_old_libraries(folder: Path, count: int) -> list[Path]:
+    """Libraries of other sources; the first was used last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"stoop_cpu-avx2-{number:016x}.so" for number in range(count)]
+    for age, file in enumerate(files):
+        file.write_text("old")
+        os.utime(file, (1e9 - age, 1e9 - age))
+    return files
+
+
+def test_old_libraries_are_removed(
+    cache: Path, tmp_path: Path, compiler: Callable[[str], Path]
+) -> None:
+    """Those that were used last stay, as do files of other names."""
+    compiler(f'cp "{fake_library(tmp_path)}" "$2"')
+    old = make_old_libraries(cache / "native", 9)
+    lock, other = cache / "native" / ".stoop_cpu-avx2-0.so.lock", cache / "native" / "other.so"
+    lock.touch(), other.touch()
+    path = build()
+    kept = native_build.MAX_LIBRARIES - 1
+    assert [each.exists() for each in old] == [True] * kept + [False] * (9 - kept)
+    assert path.is_file() and lock.exists() and other.exists()
+
+
+def test_a_library_in_use_counts_as_new(
+    cache: Path, tmp_path: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(f'cp "{fake_library(tmp_path)}" "$2"')
+    used = build()
+    os.utime(used, (1, 1))
+    old = make_old_libraries(cache / "native", 9)
+    assert build() == used  # a start
+    monkeypatch.setattr(native_build, "EXACT_FLAGS", ())  # another installation
+    other = build()
+    assert other != used and used.exists() and other.exists()
+    assert sum(each.exists() for each in old) == native_build.MAX_LIBRARIES - 2
+
+
+def test_a_loaded_library_may_be_removed(
+    cache: Path, tmp_path: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(f'cp "{fake_library(tmp_path)}" "$2"')
+    loaded, path = load(), library_path()
+    monkeypatch.setattr(native_build, "MAX_LIBRARIES", 1)
+    monkeypatch.setattr(native_build, "EXACT_FLAGS", ())
+    build()
+    assert not path.exists() and loaded.stoop_version() == -1
+
+
+def test_old_libraries_that_cannot_be_removed(
+    cache: Path, tmp_path: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in nobody's way."""
+    compiler(f'cp "{fake_library(tmp_path)}" "$2"')
+    make_old_libraries(cache / "native", 9)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("not yours")
+
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda p, **more: (refuse if p.suffix == ".so" else unlink)(p, **more)
+    )
+    monkeypatch.setattr(os, "utime", refuse)
+    assert build() == build() == library_path()
+
+
 def test_threads_and_processes_that_start_together_compile_once(
     cache: Path, tmp_path: Path, compiler: Callable[[str], Path]
 ) -> None:

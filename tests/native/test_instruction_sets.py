@@ -83,14 +83,14 @@ MUTANTS = {
         "const int place = g ? (g - 1) * P::group / INPUT_GROUP : 0;",
     ),
     "a window off by one": (
-        "layers.h",
+        "attention.h",
         "position - heads.window + 1",
         "position - heads.window",
     ),
     "a key past the end": (
-        "layers.h",
-        "return std::min<int64_t>(context + first + i + 1, length); };",
-        "return std::min<int64_t>(context + first + i + 2, length); };",
+        "attention.h",
+        "return std::min<int64_t>(context + i + 1, length); };",
+        "return std::min<int64_t>(context + i + 2, length); };",
     ),
 }
 CHOSEN = list(MUTANTS) if EVERY else []

@@ -5,6 +5,7 @@ compilation takes seconds. Without a compiler, or where it fails, there are no k
 `load_library` and fall back to torch.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -43,6 +44,8 @@ ISA_NEEDS = {
 # Used with AVX-512 if the processor has them
 EXTRA_FLAGS = {"avx512_vnni": "-mavx512vnni"}
 TIMEOUT_SECONDS = 300
+# In the cache: of installations side by side, and of other instruction sets
+MAX_LIBRARIES = 6
 
 
 class BuildError(Exception):
@@ -102,6 +105,8 @@ def build(report: Report | None = None, broken: bool = False) -> Path:
 
     path = library_path()
     if path.is_file() and not broken:
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            os.utime(path)  # so that `_remove_old` knows that it is in use
         return path
     if not sys.platform.startswith("linux"):
         raise BuildError(f"they need Linux, and this is {sys.platform}")
@@ -116,6 +121,7 @@ def build(report: Report | None = None, broken: bool = False) -> Path:
         with FileLock(path.with_name(f".{path.name}.lock")):
             if broken or not path.is_file():
                 _compile_to(path, compiler)
+                _remove_old(path)
     except OSError as error:
         raise BuildError(f"the cache folder {path.parent} cannot be written ({error})") from error
     return path
@@ -132,6 +138,25 @@ def _compile_to(path: Path, compiler: str) -> None:
         os.replace(fresh, path)  # other processes see it complete or not at all
     finally:
         Path(fresh).unlink(missing_ok=True)
+
+
+def _remove_old(path: Path) -> None:
+    """Keep the libraries that were used last; those of older sources would pile up.
+
+    A process that has loaded one keeps it. Locks stay, since another process may hold one.
+    """
+    with contextlib.suppress(OSError):  # the new one is there: a start must not fail for this
+        others = [each for each in path.parent.glob("stoop_cpu-*.so") if each != path]
+        others.sort(key=_last_used, reverse=True)
+        for each in others[MAX_LIBRARIES - 1 :]:
+            each.unlink(missing_ok=True)
+
+
+def _last_used(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0  # another process has just removed it
 
 
 def _compile(compiler: str, output: Path) -> None:

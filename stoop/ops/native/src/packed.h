@@ -18,6 +18,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "simd.h"
 
@@ -100,6 +101,36 @@ inline void round_inputs(const float* x, int64_t width, int64_t begin, int64_t e
     }
 }
 
+// Memory that a thread reads after its products, fetched meanwhile: blocks of the KV cache
+struct Upcoming {
+    std::vector<int32_t> blocks;
+    int64_t block_bytes = 0;
+    const uint8_t* parts[2] = {};  // keys and values
+    size_t next = 0;               // half blocks: the keys of one, its values, the keys of the next
+    int64_t done = 0;              // bytes of that half
+
+    void restart(const void* keys, const void* values) {
+        parts[0] = static_cast<const uint8_t*>(keys), parts[1] = static_cast<const uint8_t*>(values);
+        next = 0, done = 0;
+    }
+    // What to fetch now: `most` bytes, or fewer at the end of a block; null if all is fetched
+    const uint8_t* take(int64_t most) {
+        if (next == 2 * blocks.size()) return nullptr;
+        const uint8_t* found = parts[next % 2] + blocks[next / 2] * block_bytes + done;
+        done += most;
+        if (done >= block_bytes) next++, done = 0;
+        return found;
+    }
+};
+constexpr int FETCHED = 256;  // bytes fetched for every group of inputs
+constexpr bool fetches(int tokens) { return tokens >= 6; }  // where multiplying takes longer than reading
+
+// code * input of two inputs. ALONE: no other tile uses the same inputs, so they need no register
+template <bool ALONE> inline Sums add_inputs(Sums sums, Pairs weights, const int16_t* x) {
+    if constexpr (ALONE) return add_products_from(sums, weights, x);
+    else return add_products(sums, weights, all_pairs(x));
+}
+
 // Add code * input for eight inputs of 4-bit codes, for NT tiles and T tokens.
 template <int T, int NT, int OFFSET, int N>
 inline __attribute__((always_inline)) void add_codes(const Pairs* words, const int16_t* const* x, int k, Sums (*acc)[T]) {
@@ -107,14 +138,15 @@ inline __attribute__((always_inline)) void add_codes(const Pairs* words, const i
     for (int tile = 0; tile < NT; tile++) {
         Pairs weights = codes<N, OFFSET>(words[tile]);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) acc[tile][t] = add_products(acc[tile][t], weights, all_pairs(x[t] + k + 2 * N));
+        for (int t = 0; t < T; t++) acc[tile][t] = add_inputs<NT == 1>(acc[tile][t], weights, x[t] + k + 2 * N);
     }
     if constexpr (N < 3) add_codes<T, NT, OFFSET, N + 1>(words, x, k, acc);
 }
 
 // The products of NT neighbouring tiles with T tokens, from token `first` on.
+// soon: what to fetch meanwhile; or null
 template <class P, int T, int NT>
-inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t first, Vec (*out)[T]) {
+inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t first, const uint8_t* soon, Vec (*out)[T]) {
     constexpr int step = group_bytes<P>();
     const uint8_t* data = m.data + int64_t(tile) * m.tile_bytes;
     const int64_t num_sums = tokens.num_sums(), num_scales = tokens.num_scales();
@@ -128,6 +160,8 @@ inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t fi
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) out[i][t] = zero();
     const int num_groups = m.num_inputs / P::group;
+    const int64_t soon_step = soon ? FETCHED : 0;
+    if (!soon) soon = data;  // which is fetched anyway
     // Processors fetch ahead by themselves, but not far enough for the fastest and slowest loops.
     constexpr bool fetch_ahead = T <= 2 || T >= 6;
     for (int g = 0; g < num_groups; g++, data += step) {
@@ -135,6 +169,10 @@ inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t fi
             for (int i = 0; i < NT; i++)
                 for (int line = 0; line < step; line += 64)
                     __builtin_prefetch(data + int64_t(i) * m.tile_bytes + 2048 + line, 0, 1);
+        if constexpr (fetches(T)) {
+            for (int line = 0; line < FETCHED; line += 64) __builtin_prefetch(soon + line, 0, 2);
+            soon += soon_step;
+        }
         Sums acc[NT][T];
 #pragma GCC unroll 8
         for (int i = 0; i < NT; i++)
@@ -155,7 +193,7 @@ inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t fi
                 for (int i = 0; i < NT; i++) {
                     Pairs weights = load_bytes(data + int64_t(i) * m.tile_bytes + 32 * pair);
 #pragma GCC unroll 8
-                    for (int t = 0; t < T; t++) acc[i][t] = add_products(acc[i][t], weights, all_pairs(x[t] + 2 * pair));
+                    for (int t = 0; t < T; t++) acc[i][t] = add_inputs<NT == 1>(acc[i][t], weights, x[t] + 2 * pair);
                 }
         }
 #pragma GCC unroll 8
@@ -182,33 +220,36 @@ constexpr int tiles_at_once(int tokens) { return tokens == 1 ? 6 : tokens == 2 ?
 
 // Calls finish(tile, token, values) for tiles [begin, end) and T tokens.
 template <class P, int T, class Finish>
-inline void run_tiles(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t first, Finish& finish) {
+inline void run_tiles(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t first, Upcoming& upcoming,
+                      Finish& finish) {
     constexpr int NT = tiles_at_once(T);
+    auto soon = [&] { return fetches(T) ? upcoming.take(m.num_inputs / P::group * FETCHED) : nullptr; };
     int tile = begin;
     for (; tile + NT <= end; tile += NT) {
         Vec out[NT][T];
-        multiply<P, T, NT>(m, tile, tokens, first, out);
+        multiply<P, T, NT>(m, tile, tokens, first, soon(), out);
         for (int i = 0; i < NT; i++)
             for (int t = 0; t < T; t++) finish(tile + i, first + t, out[i][t]);
     }
     for (; tile < end; tile++) {
         Vec out[1][T];
-        multiply<P, T, 1>(m, tile, tokens, first, out);
+        multiply<P, T, 1>(m, tile, tokens, first, soon(), out);
         for (int t = 0; t < T; t++) finish(tile, first + t, out[0][t]);
     }
 }
 
 // Runs as many of the `count` tokens as one pass over tiles takes; returns their number.
 template <class P, class Finish>
-inline int run_pass(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t first, int64_t count, Finish& finish) {
+inline int run_pass(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t first, int64_t count,
+                    Upcoming& upcoming, Finish& finish) {
 #if STOOP_AVX512
-    if (count >= 8) return run_tiles<P, 8>(m, begin, end, tokens, first, finish), 8;
-    if (count >= 6) return run_tiles<P, 6>(m, begin, end, tokens, first, finish), 6;
+    if (count >= 8) return run_tiles<P, 8>(m, begin, end, tokens, first, upcoming, finish), 8;
+    if (count >= 6) return run_tiles<P, 6>(m, begin, end, tokens, first, upcoming, finish), 6;
 #endif
-    if (count >= 4) return run_tiles<P, 4>(m, begin, end, tokens, first, finish), 4;
-    if (count == 3) return run_tiles<P, 3>(m, begin, end, tokens, first, finish), 3;
-    if (count == 2) return run_tiles<P, 2>(m, begin, end, tokens, first, finish), 2;
-    return run_tiles<P, 1>(m, begin, end, tokens, first, finish), 1;
+    if (count >= 4) return run_tiles<P, 4>(m, begin, end, tokens, first, upcoming, finish), 4;
+    if (count == 3) return run_tiles<P, 3>(m, begin, end, tokens, first, upcoming, finish), 3;
+    if (count == 2) return run_tiles<P, 2>(m, begin, end, tokens, first, upcoming, finish), 2;
+    return run_tiles<P, 1>(m, begin, end, tokens, first, upcoming, finish), 1;
 }
 
 // Inputs of a block of tokens, and a block of tiles, stay in the caches of a core.
@@ -216,7 +257,8 @@ constexpr int TOKEN_BLOCK = 64, TILE_BLOCK = 6;
 
 // The product of tokens with tiles [begin, end) of a matrix; calls finish(tile, token, values).
 template <class Finish>
-inline void product(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t num_tokens, Finish finish) {
+inline void product(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t num_tokens, Upcoming& upcoming,
+                    Finish finish) {
     with_format(m.format, [&](auto traits) {
         using P = decltype(traits);
         int tiles = num_tokens <= 4 ? end - begin : TILE_BLOCK;  // so few tokens take one pass
@@ -224,7 +266,7 @@ inline void product(const Matrix& m, int begin, int end, const Tokens& tokens, i
             int64_t last = std::min<int64_t>(block + TOKEN_BLOCK, num_tokens);
             for (int tile = begin; tile < end; tile += tiles)
                 for (int64_t t = block; t < last;)
-                    t += run_pass<P>(m, tile, std::min(tile + tiles, end), tokens, t, last - t, finish);
+                    t += run_pass<P>(m, tile, std::min(tile + tiles, end), tokens, t, last - t, upcoming, finish);
         }
     });
 }

@@ -1,4 +1,4 @@
-// A team of threads that runs one function at a time, with barriers inside it.
+// A team of threads that runs one function at a time, with barriers and shared work inside it.
 //
 // Threads spin while a function runs. Between functions they spin for a settable time, then sleep.
 // Where cores are shared with other programs, spinning keeps the awaited thread from running, so a
@@ -25,11 +25,13 @@ inline void pause_core() {
 #endif
 }
 
+inline int first_share(int count, int thread, int num_threads) { return int(int64_t(count) * thread / num_threads); }
+
 class Team {
 public:
     using Function = void (*)(void* argument, int thread, Team& team);
 
-    explicit Team(int num_threads) : size_(num_threads) {
+    explicit Team(int num_threads) : size_(num_threads), shares_(size_t(num_threads)) {
         for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { work(i); });
     }
 
@@ -72,8 +74,30 @@ public:
         }
     }
 
+    // Calls work(i) for i in [0, count). A thread takes those of its own share, in order, then what other
+    // threads have left of theirs, for work of different lengths. A barrier must follow before the next
+    // call.
+    template <class Work> void share(int count, int thread, Work work) {
+        const int turn = shares_[size_t(thread)].turn++ % 2;
+        shares_[size_t(thread)].taken[1 - turn].store(0, std::memory_order_relaxed);  // for the next call
+        for (int other = 0; other < size_; other++) {
+            const int owner = (thread + other) % size_, last = first_share(count, owner + 1, size_);
+            auto& taken = shares_[size_t(owner)].taken[turn];
+            while (true) {
+                int i = first_share(count, owner, size_) + taken.fetch_add(1, std::memory_order_relaxed);
+                if (i >= last) break;
+                work(i);
+            }
+        }
+    }
+
 private:
     static constexpr int SPINS = 4000;
+
+    struct alignas(64) Share {
+        std::atomic<int> taken[2] = {};  // in this call, and in the next one
+        int turn = 0;
+    };
 
     void wake() {
         round_.fetch_add(1, std::memory_order_seq_cst);
@@ -109,6 +133,7 @@ private:
     }
 
     int size_;
+    std::vector<Share> shares_;  // by thread
     std::vector<std::thread> threads_;
     Function function_ = nullptr;
     void* argument_ = nullptr;

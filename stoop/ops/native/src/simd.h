@@ -117,6 +117,18 @@ inline Sums add_products(Sums sums, Pairs a, Pairs b) {
     return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
 #endif
 }
+// Of weights and one pair that all lanes share. In one instruction: compilers take two.
+inline Sums add_products_from(Sums sums, Pairs weights, const int16_t* p) {
+#if defined(__AVX512VNNI__)
+    struct Two {
+        int16_t pair[2];
+    };
+    asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sums.v) : "v"(weights.v), "m"(*reinterpret_cast<const Two*>(p)));
+    return sums;
+#else
+    return add_products(sums, weights, all_pairs(p));
+#endif
+}
 inline Vec to_float(Sums sums) { return {_mm512_cvtepi32_ps(sums.v)}; }
 // Two signed bytes a lane
 inline Pairs load_bytes(const uint8_t* p) {
@@ -215,6 +227,7 @@ inline Pairs all_pairs(const int16_t* p) {
 inline Sums add_products(Sums sums, Pairs x, Pairs y) {
     return {_mm256_add_epi32(sums.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(sums.b, _mm256_madd_epi16(x.b, y.b))};
 }
+inline Sums add_products_from(Sums sums, Pairs weights, const int16_t* p) { return add_products(sums, weights, all_pairs(p)); }
 inline Vec to_float(Sums sums) { return {_mm256_cvtepi32_ps(sums.a), _mm256_cvtepi32_ps(sums.b)}; }
 inline Pairs load_bytes(const uint8_t* p) {
     auto bytes = reinterpret_cast<const __m128i*>(p);
@@ -310,6 +323,9 @@ inline Sums add_products(Sums sums, const Pairs& a, const Pairs& b) {
     for (int i = 0; i < LANES; i++)
         sums.v[i] += int32_t(a.v[2 * i]) * b.v[2 * i] + int32_t(a.v[2 * i + 1]) * b.v[2 * i + 1];
     return sums;
+}
+inline Sums add_products_from(Sums sums, const Pairs& weights, const int16_t* p) {
+    return add_products(sums, weights, all_pairs(p));
 }
 inline Vec to_float(const Sums& sums) { STOOP_LANES(float(sums.v[i])); }
 inline Pairs load_bytes(const uint8_t* p) {

@@ -1,5 +1,5 @@
 // The C interface: what stoop/ops/native calls through ctypes.
-#include "layers.h"
+#include "attention.h"
 #include "pool.h"
 #include "step.h"
 
@@ -29,8 +29,6 @@ struct Stack {
     Rotary rotary;
     int64_t tap_stride;  // from token to token, in floats
 };
-
-int first_share(int count, int thread, int num_threads) { return int(int64_t(count) * thread / num_threads); }
 
 // Memory of a pass, shared by all threads
 class Scratch {
@@ -117,9 +115,9 @@ struct Share {
 };
 
 void multiply_into(const Matrix& m, const float* bias, const Inputs& in, int64_t num_tokens, float* out, int64_t stride,
-                   bool add, int thread, Team& team) {
+                   bool add, Upcoming& upcoming, int thread, Team& team) {
     Share share(m, thread, team);
-    product(m, share.begin, share.end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    product(m, share.begin, share.end, in.tokens(), num_tokens, upcoming, [&](int tile, int64_t t, Vec value) {
         float* to = out + t * stride + LANES * tile;
         value = biased(value, bias, tile);
         store(to, add ? load(to) + value : value);
@@ -130,17 +128,17 @@ void multiply_into(const Matrix& m, const float* bias, const Inputs& in, int64_t
 // silu(gate) * up, where the first half of the outputs is gate. A thread rounds what it has computed,
 // if the results are the inputs of another product.
 void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_t num_tokens, float* out, int64_t stride,
-                    const Inputs* next, int thread, Team& team) {
+                    const Inputs* next, Upcoming& upcoming, int thread, Team& team) {
     const int half = m.num_outputs / 2 / LANES, at_once = next ? INPUT_GROUP / LANES : 1;
     Matrix gate = m, up = m;
     gate.num_outputs = up.num_outputs = m.num_outputs / 2;
     up.data += int64_t(half) * m.tile_bytes;
     const int begin = first_share(half / at_once, thread, team.size()) * at_once;
     const int end = first_share(half / at_once, thread + 1, team.size()) * at_once;
-    product(gate, begin, end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    product(gate, begin, end, in.tokens(), num_tokens, upcoming, [&](int tile, int64_t t, Vec value) {
         store(out + t * stride + LANES * tile, silu(biased(value, bias, tile)));
     });
-    product(up, begin, end, in.tokens(), num_tokens, [&](int tile, int64_t t, Vec value) {
+    product(up, begin, end, in.tokens(), num_tokens, upcoming, [&](int tile, int64_t t, Vec value) {
         float* to = out + t * stride + LANES * tile;
         store(to, load(to) * biased(value, bias, half + tile));
     });
@@ -149,32 +147,71 @@ void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_
     team.barrier();
 }
 
+// The queries of a batch in blocks, and how threads share them
+struct QueryBlocks {
+    struct Block {
+        int64_t row, first, last;
+    };
+    std::vector<Block> blocks;
+    bool few;  // threads share the heads of a block
+
+    QueryBlocks(const Batch& batch, const Team& team) {
+        for (int64_t row = 0; row < batch.num_reqs; row++) {
+            const int64_t count = batch.query_start_loc[row + 1] - batch.query_start_loc[row];
+            for (int64_t first = 0; first < count; first += QUERY_BLOCK)
+                blocks.push_back({row, first, std::min<int64_t>(first + QUERY_BLOCK, count)});
+        }
+        few = size() < 4 * team.size();
+    }
+    int size() const { return int(blocks.size()); }
+    // The row of a block that is its only one; else -1. A prompt's keys are read again and again, so
+    // they need not be fetched ahead.
+    int64_t lone_row(int block) const {
+        if (block >= size() || blocks[size_t(block)].first) return -1;
+        const int64_t row = blocks[size_t(block)].row;
+        return block + 1 < size() && blocks[size_t(block) + 1].row == row ? -1 : row;
+    }
+};
+
+// The KV blocks of rows that a thread will attend to
+void find_upcoming(const Batch& batch, const Heads& heads, const QueryBlocks& queries, int thread, const Team& team,
+                   Upcoming& upcoming) {
+    upcoming.block_bytes = int64_t(heads.block_size) * heads.num_kv_heads * heads.head_dim * 4;
+    if (queries.few) return;
+    const int last = first_share(queries.size(), thread + 1, team.size());
+    for (int i = first_share(queries.size(), thread, team.size()); i < last; i++) {
+        const int64_t row = queries.lone_row(i), context = row < 0 ? 0 : batch.context_lens[row];
+        const int32_t* blocks = batch.block_table + (row < 0 ? 0 : batch.row_slots[row] * batch.max_blocks);
+        const int64_t begin = heads.window ? std::max<int64_t>(0, context - heads.window + 1) : 0;
+        for (int64_t block = begin / heads.block_size; block * heads.block_size < context; block++)
+            upcoming.blocks.push_back(blocks[block]);
+    }
+}
+
 // next: the inputs of the product that follows, whose rows are the output; a thread rounds what it has
 // computed. Null: nothing is rounded.
-void attend(const AttentionCall& call, const Inputs* next, int thread, Team& team) {
+void attend(const AttentionCall& call, const QueryBlocks& queries, const Inputs* next, int thread, Team& team) {
     const Batch& batch = call.batch;
     const int num_heads = call.heads.num_heads;
-    const int64_t dim = call.heads.head_dim;
-    // Items in order of rows, blocks of queries, heads; a thread takes a run of them.
-    int64_t num_blocks = 0;
-    for (int64_t row = 0; row < batch.num_reqs; row++)
-        num_blocks += (batch.query_start_loc[row + 1] - batch.query_start_loc[row] + QUERY_BLOCK - 1) / QUERY_BLOCK;
-    const bool few = num_blocks < 4 * team.size();
-    int64_t item = 0, total = num_blocks * num_heads;
-    int64_t begin = total * thread / team.size(), end = total * (thread + 1) / team.size();
-    for (int64_t row = 0; row < batch.num_reqs; row++) {
-        int64_t count = batch.query_start_loc[row + 1] - batch.query_start_loc[row];
-        for (int64_t first = 0; first < count; first += QUERY_BLOCK)
-            for (int head = 0; head < num_heads; head++, item++) {
-                // Blocks of a long prompt take longer the later they are, so they are dealt out.
-                bool mine = few ? item >= begin && item < end : (item / num_heads) % team.size() == thread;
-                if (!mine) continue;
-                int64_t last = std::min<int64_t>(first + QUERY_BLOCK, count);
-                call.run(row, head, first, last);
-                if (next)
-                    for (int64_t t = first; t < last; t++)
-                        next->round(batch.query_start_loc[row] + t, head * dim, (head + 1) * dim);
-            }
+    auto attend_heads = [&](int block, int head_begin, int head_end) {
+        const auto& [row, first, last] = queries.blocks[size_t(block)];
+        const int64_t next_row = queries.few ? -1 : queries.lone_row(block + 1);
+        const int at_once = PAIR_BLOCK / int(last - first);
+        for (int head = head_begin; head < head_end; head += at_once)
+            attend_item(call, {row, first, last, head, std::min(head + at_once, head_end), next_row});
+        if (next)
+            for (int64_t t = batch.query_start_loc[row] + first; t < batch.query_start_loc[row] + last; t++)
+                next->round(t, head_begin * call.heads.head_dim, head_end * call.heads.head_dim);
+    };
+    if (queries.few) {  // runs of pairs of a block and a head
+        const int total = queries.size() * num_heads, end = first_share(total, thread + 1, team.size());
+        for (int at = first_share(total, thread, team.size()); at < end;) {
+            const int head = at % num_heads, count = std::min(num_heads - head, end - at);
+            attend_heads(at / num_heads, head, head + count);
+            at += count;
+        }
+    } else {
+        team.share(queries.size(), thread, [&](int block) { attend_heads(block, 0, num_heads); });
     }
     if (thread == 0) {
         int64_t live = batch.query_start_loc[batch.num_reqs];
@@ -193,9 +230,10 @@ struct StackRun {
     int64_t input_width;
     Inputs first, normed, attended, gated;
     float* qkv;
+    QueryBlocks queries;
 };
 
-void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) {
+void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int thread, Team& team) {
     const Batch& batch = run.batch;
     const int64_t hidden = run.stack.hidden_size, num_tokens = batch.num_tokens;
     const int64_t width = layer.qkv.num_outputs, q_size = int64_t(layer.heads.num_heads) * layer.heads.head_dim;
@@ -206,7 +244,7 @@ void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) 
     if (given) fill_normed(run.input, run.input_width, nullptr, 0.f, num_tokens, run.first, thread, team);
     else fill_normed(run.stream, hidden, layer.input_norm, layer.eps, num_tokens, run.normed, thread, team);
     const Inputs& input = given ? run.first : run.normed;
-    multiply_into(layer.qkv, layer.qkv_bias, input, num_tokens, run.qkv, width, false, thread, team);
+    multiply_into(layer.qkv, layer.qkv_bias, input, num_tokens, run.qkv, width, false, upcoming, thread, team);
     for_rows(num_tokens, thread, team, [&](int64_t t) {
         rotate_and_store(run.qkv + t * width, t, batch, layer.heads, run.stack.rotary, layer.head_norms, layer.cache,
                          layer.cache_part);
@@ -214,14 +252,17 @@ void run_layer(const StackRun& run, const Layer& layer, int thread, Team& team) 
     // A group of inputs must lie in one head for the thread that computes it to round it.
     const bool rounds = layer.heads.head_dim % INPUT_GROUP == 0;
     attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, run.attended.rows, q_size},
-           rounds ? &run.attended : nullptr, thread, team);
+           run.queries, rounds ? &run.attended : nullptr, thread, team);
     team.barrier();
+    const Layer* after = &layer + 1;
+    if (after < run.stack.layers + run.stack.num_layers) upcoming.restart(after->cache, after->cache + after->cache_part);
+    else upcoming.blocks.clear();
     if (!rounds) fill_normed(run.attended.rows, q_size, nullptr, 0.f, num_tokens, run.attended, thread, team);
-    multiply_into(layer.o, layer.o_bias, run.attended, num_tokens, run.stream, hidden, true, thread, team);
+    multiply_into(layer.o, layer.o_bias, run.attended, num_tokens, run.stream, hidden, true, upcoming, thread, team);
     fill_normed(run.stream, hidden, layer.post_norm, layer.eps, num_tokens, run.normed, thread, team);
     multiply_gated(layer.gate_up, layer.gate_up_bias, run.normed, num_tokens, run.gated.rows, run.gated.width, &run.gated,
-                   thread, team);
-    multiply_into(layer.down, layer.down_bias, run.gated, num_tokens, run.stream, hidden, true, thread, team);
+                   upcoming, thread, team);
+    multiply_into(layer.down, layer.down_bias, run.gated, num_tokens, run.stream, hidden, true, upcoming, thread, team);
 }
 
 struct ProductRun {
@@ -280,14 +321,20 @@ void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* s
                  Inputs::take(scratch, num_tokens, stack->hidden_size),
                  Inputs::take(scratch, num_tokens, q_size),
                  Inputs::take(scratch, num_tokens, stack->intermediate_size),
-                 scratch.take(num_tokens * first.qkv.num_outputs)};
+                 scratch.take(num_tokens * first.qkv.num_outputs),
+                 QueryBlocks(*batch, engine.team)};
     scratch.place();
     for (Inputs* inputs : {&run.first, &run.normed, &run.attended, &run.gated}) inputs->place(scratch);
     run.qkv = scratch.at(run.qkv);
     engine.team.run(
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<StackRun*>(argument);
-            for (int64_t i = 0; i < run.stack.num_layers; i++) run_layer(run, run.stack.layers[i], thread, team);
+            const Layer& first = run.stack.layers[0];
+            Upcoming upcoming;
+            find_upcoming(run.batch, first.heads, run.queries, thread, team, upcoming);
+            upcoming.restart(first.cache, first.cache + first.cache_part);
+            for (int64_t i = 0; i < run.stack.num_layers; i++)
+                run_layer(run, run.stack.layers[i], upcoming, thread, team);
         },
         &run);
 }
@@ -305,12 +352,13 @@ void stoop_product(void* handle, const Matrix* matrix, const float* bias, const 
     engine.team.run(
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<ProductRun*>(argument);
+            Upcoming none;
             fill_normed(run.x, run.x_stride, run.norm, run.eps, run.num_tokens, run.inputs, thread, team);
             if (run.gated)
-                multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, nullptr, thread,
-                               team);
+                multiply_gated(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, nullptr, none,
+                               thread, team);
             else
-                multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, false,
+                multiply_into(run.matrix, run.bias, run.inputs, run.num_tokens, run.out, run.out_stride, false, none,
                               thread, team);
         },
         &run);
@@ -322,8 +370,16 @@ void stoop_attend(void* handle, const Batch* batch, const Heads* heads, const fl
     auto& engine = *static_cast<Engine*>(handle);
     std::lock_guard<std::mutex> lock(engine.in_use);
     AttentionCall call{q, q_stride, cache, cache_part, *batch, *heads, out, int64_t(heads->num_heads) * heads->head_dim};
-    engine.team.run([](void* argument, int thread, Team& team) { attend(*static_cast<AttentionCall*>(argument), nullptr, thread, team); },
-                    &call);
+    struct Run {
+        const AttentionCall& call;
+        QueryBlocks queries;
+    } run{call, QueryBlocks(*batch, engine.team)};
+    engine.team.run(
+        [](void* argument, int thread, Team& team) {
+            auto& run = *static_cast<Run*>(argument);
+            attend(run.call, run.queries, nullptr, thread, team);
+        },
+        &run);
 }
 
 // Rows of a matrix as floats: an embedding. Ids outside the matrix give zeros.
