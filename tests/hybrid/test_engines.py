@@ -3,6 +3,8 @@
 A scripted drafter makes drafts of which any number is accepted, 0 to K, by turns.
 """
 
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from support.huggingface import HuggingFace
 from support.scripted import scripted, scripted_config
 
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
+BACKENDS = ("reference", "hostplan")
 NUM_TOKENS = 22
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = (1, 3, 4, 5, 8, 9, 16, 17, 50, 70)
@@ -67,12 +70,18 @@ def make(folder: Path, **options: Any) -> LLM:
     return make_llm(folder, **(SETTINGS | options))
 
 
-@pytest.mark.parametrize("mode", MODES)
+def crossed() -> list[tuple[str, str]]:
+    """Every mode with one of the backends, or with both."""
+    if os.environ.get("STOOP_TEST_ALL"):
+        return list(itertools.product(MODES, BACKENDS))
+    return [(mode, BACKENDS[number % 2]) for number, mode in enumerate(MODES)]
+
+
+@pytest.mark.parametrize(("mode", "backend"), crossed())
 def test_drafts_change_no_answer(
-    name: str, folder: Path, expected: list[list[int]], mode: str
+    name: str, folder: Path, expected: list[list[int]], mode: str, backend: str
 ) -> None:
     """Invariants 2 and 10: under the sanitizer, each replay equals its eager twin, states too."""
-    backend = ("reference", "hostplan")[MODES.index(mode) % 2]
     watched = {"attention_backend": backend, "sanitize": mode != "none"}
     num_drafts = (3, 1, 3, 7, 3, 7)[(MODES.index(mode) + MIXERS.index(name)) % 6]
     llm = make(folder, graph_mode=mode, num_drafts=num_drafts, **watched)
