@@ -153,7 +153,7 @@ def test_time_steps_are_precise_where_they_are_small() -> None:
 
 GRANITE = Shape(heads=48, head_dim=64, state_size=128)
 BAMBA = Shape(heads=128, head_dim=64, state_size=128)
-SCAN_SPILLS = 336  # bytes: what Triton computes before the loop, such as descriptors of operands
+SCAN_SPILLS = 400  # bytes: what Triton computes before the loop, such as descriptors of operands
 NEMOTRON = Shape(heads=112, head_dim=64, state_size=128, groups=8)
 
 
