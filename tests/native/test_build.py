@@ -196,7 +196,7 @@ def test_a_loaded_library_may_be_removed(
 def test_old_libraries_that_cannot_be_removed(
     cache: Path, tmp_path: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are in nobody's way."""
+    """They do no harm."""
     compiler(f'cp "{fake_library(tmp_path)}" "$2"')
     make_old_libraries(cache / "native", 9)
 

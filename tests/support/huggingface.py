@@ -80,7 +80,7 @@ class HuggingFace:
         token_ids: list[int] = []
         new, past = torch.tensor([prompt]), None
         for step in range(num_tokens):
-            # Bamba's own positions start anew in every pass.
+            # Bamba's own positions restart at 0 in every pass.
             places = torch.arange(len(prompt) + step)[None, -new.shape[1] :]
             out = self.model(new, past_key_values=past, use_cache=True, position_ids=places)
             past = out.past_key_values
