@@ -145,7 +145,8 @@ class DeltaNet(_Mixer):
         heads = self.shape.num_value_heads
         x, *gates = projected.split((self.num_channels, self.values, heads, heads), dim=1)
         qkv = causal_conv(x, self.conv_weight, self.conv_bias, rows, self._conv_state(state))
-        weights = DeltaWeights(self.a_log, self.dt_bias, self.norm.weight, self.norm.eps)
+        norm = self.norm
+        weights = DeltaWeights(self.a_log, self.dt_bias, norm.weight, norm.eps, norm.packed)
         names = ("matrix", "key_log", "update_log", "decay_log")
         kept = DeltaState(*(state[name] for name in names))
         return delta_net(qkv, DeltaGates(*gates), weights, rows, kept)
@@ -212,9 +213,8 @@ class Mamba2(_Mixer):
     def core(self, state: Tensors, rows: RecurrentRows, projected: Tensor) -> Tensor:
         gate, x, dt = projected.split(self.sizes, dim=1)
         xbc = causal_conv(x, self.conv_weight, self.conv_bias, rows, self._conv_state(state))
-        weights = MambaWeights(
-            self.a_log, self.dt_bias, self.d, self.shape.dt_min, self.shape.dt_max
-        )
+        limits = (self.shape.dt_min, self.shape.dt_max)
+        weights = MambaWeights(self.a_log, self.dt_bias, self.d, *limits, self.norm.packed)
         names = ("matrix", "input_log", "b_log", "decay_log")
         y = mamba(xbc, dt, weights, rows, MambaState(*(state[name] for name in names)))
         return gated_norm(y, gate, self.norm.weight, self.norm.eps, self.shape.norm_groups)

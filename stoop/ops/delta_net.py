@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stoop.ops.dispatch import op
 from stoop.ops.library import register
+from stoop.ops.native.recurrent import fits, run_tokens
 from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows, sigmoid, silu, softplus
 
 L2_EPS = 1e-6  # of the norms of q and k, inside the root
@@ -45,6 +46,7 @@ class DeltaWeights:
     dt_bias: Tensor  # [value_heads]
     norm: Tensor  # [value_dim], of each head's output
     eps: float
+    native: bool = False  # on a CPU, C++ runs the token loop
 
 
 @op("qkv")
@@ -59,7 +61,7 @@ def delta_net(
     out = torch.empty_like(gates.z, memory_format=torch.contiguous_format)
     _delta_net(
         *(qkv, gates.z, gates.b, gates.a),
-        *(weights.a_log, weights.dt_bias, weights.norm, weights.eps),
+        *(weights.a_log, weights.dt_bias, weights.norm, weights.eps, weights.native),
         *rows.tensors,
         *(state.matrix, state.key_log, state.update_log, state.decay_log, out),
     )
@@ -68,11 +70,11 @@ def delta_net(
 
 @register(
     "delta_net(Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, "
-    "Tensor norm, float eps, Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, "
-    "Tensor slots, Tensor pending, Tensor(a!) matrix, Tensor(b!) key_log, Tensor(c!) update_log, "
-    "Tensor(d!) decay_log, Tensor(e!) out) -> ()"
+    "Tensor norm, float eps, bool native, Tensor query_start_loc, Tensor context_lens, "
+    "Tensor seq_lens, Tensor slots, Tensor pending, Tensor(a!) matrix, Tensor(b!) key_log, "
+    "Tensor(c!) update_log, Tensor(d!) decay_log, Tensor(e!) out) -> ()"
 )
-def _delta_net(
+def _delta_net(  # noqa: PLR0913
     qkv: Tensor,
     z: Tensor,
     b: Tensor,
@@ -81,6 +83,7 @@ def _delta_net(
     dt_bias: Tensor,
     norm: Tensor,
     eps: float,
+    native: bool,
     *rest: Tensor,
 ) -> None:
     *rows, matrix, key_log, update_log, decay_log, out = rest
@@ -90,13 +93,14 @@ def _delta_net(
     key_heads, key_dim = key_log.shape[2:]
     sizes = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
     out.zero_()
+    run = _run_natively if native and fits(matrix, key_dim, value_dim) else _run
     for row in live_rows(rows, log_len=key_log.shape[1]):
         q, k, v = (part.to(dtype) for part in qkv[row.tokens].split(sizes, dim=1))
         q, k = (l2_norm(part.unflatten(1, (key_heads, key_dim))) for part in (q, k))
         q, v = q * key_dim**-0.5, v.unflatten(1, (value_heads, value_dim))
         beta = sigmoid(b[row.tokens].to(dtype))
         decay = decay_of(a[row.tokens], a_log, dt_bias, dtype)
-        o = _run(row, q, k, v, beta, decay, state)
+        o = run(row, q, k, v, beta, decay, state)
         normed = F.rms_norm(o, (value_dim,), norm.to(dtype), eps)
         gate = silu(z[row.tokens].to(dtype)).view_as(normed)
         out[row.tokens] = (normed * gate).flatten(1).to(out.dtype)
@@ -146,4 +150,24 @@ def _run(
             state.update_log[slot, place] = update
     if not row.logs:
         state.matrix[slot] = s
+    return out
+
+
+def _run_natively(
+    row: LiveRow,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    state: DeltaState,
+) -> Tensor:
+    """The same in C++."""
+    logs = (state.key_log, state.update_log, state.decay_log)
+    keys, updates, decays = (log[row.slot] for log in logs)
+    old = (keys[: row.pending], updates[: row.pending], decays[: row.pending])
+    matrix, new = state.matrix[row.slot], (k, q, v, decay)
+    out, update = run_tokens(matrix, old, new, beta, fresh=row.fresh, logs=row.logs)
+    if row.logs:
+        keys[: row.count], updates[: row.count], decays[: row.count] = k, update, decay
     return out

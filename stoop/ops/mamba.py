@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stoop.ops.dispatch import op
 from stoop.ops.library import register
+from stoop.ops.native.recurrent import fits, run_tokens
 from stoop.ops.recurrent import LiveRow, RecurrentRows, live_rows, silu, softplus
 
 
@@ -38,6 +39,7 @@ class MambaWeights:
     d: Tensor  # [heads]
     dt_min: float = 0.0  # limits of the time step
     dt_max: float = float("inf")
+    native: bool = False  # on a CPU, C++ runs the token loop
 
 
 @op("xbc")
@@ -53,7 +55,7 @@ def mamba(
     out = xbc.new_empty(xbc.shape[0], heads * head_dim)
     limits = (weights.dt_min, weights.dt_max)
     _mamba(
-        *(xbc, dt, weights.a_log, weights.dt_bias, weights.d, *limits),
+        *(xbc, dt, weights.a_log, weights.dt_bias, weights.d, *limits, weights.native),
         *rows.tensors,
         *(state.matrix, state.input_log, state.b_log, state.decay_log, out),
     )
@@ -62,8 +64,8 @@ def mamba(
 
 @register(
     "mamba(Tensor xbc, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor d, float dt_min, "
-    "float dt_max, Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, Tensor slots, "
-    "Tensor pending, Tensor(a!) matrix, Tensor(b!) input_log, Tensor(c!) b_log, "
+    "float dt_max, bool native, Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, "
+    "Tensor slots, Tensor pending, Tensor(a!) matrix, Tensor(b!) input_log, Tensor(c!) b_log, "
     "Tensor(d!) decay_log, Tensor(e!) out) -> ()"
 )
 def _mamba(
@@ -74,6 +76,7 @@ def _mamba(
     d: Tensor,
     dt_min: float,
     dt_max: float,
+    native: bool,
     *rest: Tensor,
 ) -> None:
     *rows, matrix, input_log, b_log, decay_log, out = rest
@@ -81,13 +84,14 @@ def _mamba(
     _, heads, head_dim, size = matrix.shape
     groups, dtype = b_log.shape[3], matrix.dtype
     out.zero_()
+    run = _run_natively if native and fits(matrix, size, head_dim) else _run
     for row in live_rows(rows, log_len=b_log.shape[1]):
         sizes = (heads * head_dim, groups * size, groups * size)
         x, b, c = (part.to(dtype) for part in xbc[row.tokens].split(sizes, dim=1))
         x, b, c = x.unflatten(1, (heads, -1)), *(p.unflatten(1, (groups, -1)) for p in (b, c))
         step = softplus(dt[row.tokens].to(dtype) + dt_bias.to(dtype)).clamp(dt_min, dt_max)
         decay = torch.exp(-torch.exp(a_log.to(dtype)) * step)  # [tokens, heads]
-        y = _run(row, x * step[..., None], b, c, decay, state)
+        y = run(row, x * step[..., None], b, c, decay, state)
         y = y + d.to(dtype)[:, None] * x
         out[row.tokens] = y.flatten(1).to(out.dtype)
 
@@ -98,8 +102,7 @@ def _run(
     """The recurrence of one row, token by token; returns [tokens, heads, head_dim]."""
     slot, repeat = row.slot, inputs.shape[1] // b.shape[1]
     b_log, decay_log = state.b_log[slot].flatten(0, 1), state.decay_log[slot].flatten(0, 1)
-    positions = torch.arange(row.context - row.pending, row.context + row.count)
-    old, new = (positions % len(b_log)).split((row.pending, row.count))
+    old, new = _places(row, state)
     wide_b, wide_c = (each.repeat_interleave(repeat, dim=1) for each in (b, c))
     s = torch.zeros_like(state.matrix[slot])
     if not row.fresh:
@@ -121,6 +124,27 @@ def _run(
     if not row.logs:
         state.matrix[slot] = s
     return out
+
+
+def _run_natively(
+    row: LiveRow, inputs: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: MambaState
+) -> Tensor:
+    """The same in C++."""
+    slot, (old, new) = row.slot, _places(row, state)
+    b_log, decay_log = state.b_log[slot].flatten(0, 1), state.decay_log[slot].flatten(0, 1)
+    logged = (b_log[old], state.input_log[slot, : row.pending], decay_log[old])
+    matrix, tokens = state.matrix[slot], (b, c, inputs, decay)
+    out, _ = run_tokens(matrix, logged, tokens, fresh=row.fresh, logs=row.logs)
+    if row.logs:
+        state.input_log[slot, : row.count] = inputs
+        b_log[new], decay_log[new] = b, decay
+    return out
+
+
+def _places(row: LiveRow, state: MambaState) -> tuple[Tensor, ...]:
+    """In the ring of B and decays: those of the pending tokens, and of the new ones."""
+    positions = torch.arange(row.context - row.pending, row.context + row.count)
+    return (positions % (2 * state.b_log.shape[1])).split((row.pending, row.count))
 
 
 @op("x")

@@ -17,6 +17,7 @@ from stoop.core.step import StepPlan
 from stoop.worker.output import LaunchedStep
 from stoop.worker.profiling import run_dummy_step
 from support.checkpoints import MIXERS, VOCAB_SIZE, CheckpointStore
+from support.draft_policies import RandomDrafts
 from support.engines import generate_ids, make_llm
 from support.huggingface import HuggingFace
 from support.scripted import scripted, scripted_config
@@ -65,8 +66,9 @@ def _script(expected: list[list[int]]) -> Iterator[None]:
 
 def make(folder: Path, **options: Any) -> LLM:
     num_drafts = options.pop("num_drafts", None)
+    adaptive = options.pop("adaptive", False)
     if num_drafts is not None:
-        options["speculative_config"] = scripted_config(num_drafts)
+        options["speculative_config"] = scripted_config(num_drafts) | {"adaptive": adaptive}
     return make_llm(folder, **(SETTINGS | options))
 
 
@@ -91,6 +93,20 @@ def test_drafts_change_no_answer(
     accepted = metrics["spec_decode_num_accepted_tokens"]
     assert 0 < accepted < metrics["spec_decode_num_draft_tokens"]
     assert generate_ids(llm, PROMPTS, GREEDY) == expected  # slots have been used before
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "step"])
+def test_the_number_of_drafts_changes_no_answer(
+    name: str, folder: Path, expected: list[list[int]], mode: str
+) -> None:
+    """From step to step: logs of the same length hold any number of tokens."""
+    captured = mode != "none"
+    options = {"run_ahead": MODES.index(mode) % 3, "sanitize": captured}
+    llm = make(folder, graph_mode=mode, num_drafts=7, adaptive=captured, **options)
+    policy = llm.engine.core.drafts = RandomDrafts((0, 1, 3, 7), seed=MIXERS.index(name))
+    for _ in range(2):
+        assert generate_ids(llm, PROMPTS, GREEDY) == expected
+    assert len(set(policy.chosen)) == 4 and llm.metrics()["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("mode", ["none", "step"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stoop import LLM, SamplingParams
+from stoop.config.errors import ConfigError
 from stoop.models.decoder import DecoderModel
 from stoop.models.fused import FusedLayers
 from stoop.ops.packed import WIDE, Packed
@@ -279,6 +280,24 @@ def test_drafts_change_no_answer(
     elif mode != "none":  # wrong drafts change no answer: compare them
         twin = make_packed(files[name], speculative_config=config, **drafters.SETTINGS)
         assert drafters.run(twin, 3).drafts == trace.drafts
+
+
+def test_a_head_takes_rows_of_a_packed_lm_head(
+    files: dict[str, Path], heads: dict[str, dict[str, Any]], plain: dict[str, drafters.Trace]
+) -> None:
+    """They stay as they are, so logits are those of the whole matrix, to the bit."""
+    config = heads["eagle"] | {"num_speculative_tokens": 2, "draft_vocab_size": 48}
+    llm = make_packed(files["llama"], speculative_config=config, **drafters.SETTINGS)
+    head: Any = llm.engine.runner.draft_model
+    whole = llm.engine.runner.model.lm_head
+    assert isinstance(whole.matrix.scheme, Packed) and head.output_head.vocab_size == 48
+    assert head.output_head.matrix.scheme is whole.matrix.scheme
+    states = torch.randn(3, whole.num_inputs, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(head.logits(states), whole(states)[:, head.target_ids(torch.arange(48))])
+    trace = drafters.run(llm, 2)
+    assert trace.answers == plain["llama"].answers
+    with pytest.raises(ConfigError, match="use a multiple of 16"):
+        make_packed(files["llama"], speculative_config=config | {"draft_vocab_size": 50})
 
 
 def test_a_head_in_one_call_drafts_as_the_loop_does(

@@ -56,6 +56,21 @@ def test_a_matrix_of_one_or_several_kinds_is_what_gguf_reads(
     assert (matrix.scheme is WIDE) == (len(kinds) > 1)
 
 
+@pytest.mark.parametrize("kinds", EVERY_FORMAT, ids="+".join)
+def test_rows_taken_from_a_matrix_are_its_rows(
+    kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some at a time, in any order, from any tile."""
+    monkeypatch.setattr(packed, "TAKEN_AT_ONCE", 32)
+    matrix = make_matrix(kinds, 32, 256, seed=4)
+    rows = torch.randperm(matrix.dense.shape[0], generator=torch.Generator().manual_seed(1))[:48]
+    if len(rows) < 48:
+        rows = torch.cat((rows, rows[: 48 - len(rows)]))
+    taken = matrix.scheme.take(matrix.weight, rows)
+    assert taken.scheme is matrix.scheme and matrix.scheme.shape(taken) == (48, 256)
+    assert torch.equal(matrix.scheme.dequantize(taken), matrix.dense[rows])
+
+
 def test_formats_of_matrices_that_are_stacked() -> None:
     assert common_format(["Q4_0", "Q4_0"]) is packed.Q4_0
     assert common_format(["Q4_0", "Q6_K", "Q4_0"]) is WIDE

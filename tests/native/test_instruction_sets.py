@@ -92,6 +92,26 @@ MUTANTS = {
         "return std::min<int64_t>(context + i + 1, length); };",
         "return std::min<int64_t>(context + i + 2, length); };",
     ),
+    "the state of the slot's former request": (
+        "recurrent.h",
+        "s[i] = r.fresh ? zero() : load(matrix + i * r.lanes);",
+        "s[i] = load(matrix + i * r.lanes);",
+    ),
+    "logged tokens that do not fade": (
+        "recurrent.h",
+        "        fade(r.old_decays[r.by_head(t, head)]);\n",
+        "",
+    ),
+    "another group's keys": (
+        "recurrent.h",
+        "return head / (heads / groups);",
+        "return head % groups;",
+    ),
+    "a log that is folded in another order": (
+        "recurrent.h",
+        "part = fma(all(inputs[p]), load(keys + v * LANES), part * all(decay));",
+        "part = fma(part, all(decay), all(inputs[p]) * load(keys + v * LANES));",
+    ),
 }
 CHOSEN = list(MUTANTS) if EVERY else []
 

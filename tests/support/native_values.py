@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from stoop.ops.native.calls import BatchRows, native_attend
+from stoop.ops.native.recurrent import run_tokens
 from support.attention_cases import Heads, Row, make_case
 from support.packed_models import EVERY_FORMAT, make_matrix
 
@@ -28,4 +29,17 @@ def compute() -> list[Tensor]:
         rows = BatchRows(*lengths, case.row_slots, case.block_table)
         native_attend(case.q, case.cache, list(rows), size**-0.5, 24, out)
         values.append(out)
+    for betas in (torch.rand(5, 4), None):
+        shape = (4, 32, 48) if betas is not None else (4, 48, 32)
+        matrix = torch.randn(shape)
+        old, new = _tokens(2), _tokens(5)
+        tokens = (new[0], torch.randn(5, 2, 32) / 6, *new[1:])
+        values += [*run_tokens(matrix, old, tokens, betas, fresh=False, logs=False), matrix]
+        if betas is None:
+            del values[-2]  # Mamba-2 has no updates
     return values
+
+
+def _tokens(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values or updates, and decays."""
+    return torch.randn(count, 2, 32) / 6, torch.randn(count, 4, 48), torch.rand(count, 4)

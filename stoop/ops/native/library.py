@@ -20,7 +20,7 @@ from stoop.ops.native.build import BuildError, load
 
 log = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 # How long idle threads spin for the next call before they sleep: about the host's part of a step.
 SPIN_MICROSECONDS = 3000
 
@@ -109,6 +109,16 @@ class Slots(ctypes.Structure):
     )
 
 
+class Recurrence(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "groups", "width", "lanes", "pending", "count")),
+        *((name, c_int64) for name in ("fresh", "logs")),
+        *((name, c_void_p) for name in ("matrix", "old_keys", "old_updates", "old_decays")),
+        *((name, c_void_p) for name in ("keys", "queries", "values", "decays", "betas")),
+        *((name, c_void_p) for name in ("updates", "out")),
+    )
+
+
 class Stops(ctypes.Structure):
     _fields_ = (
         ("min_tokens", c_void_p),
@@ -153,6 +163,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     ),
+    "stoop_recurrence": (None, [c_void_p, c_void_p, c_int]),
     "stoop_rows": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "stoop_norms": (None, [c_void_p] * 4 + [c_int64, c_int64, c_float, c_void_p, c_int64]),
     "stoop_greedy": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p]),
@@ -184,6 +195,7 @@ class Native:
         self.layers: Callable[..., None] = library.stoop_layers
         self.product: Callable[..., None] = library.stoop_product
         self.attend: Callable[..., None] = library.stoop_attend
+        self.recurrence: Callable[..., None] = library.stoop_recurrence
         self.rows: Callable[..., None] = library.stoop_rows
         self.group_bytes: Callable[[int], int] = library.stoop_group_bytes
         self._teams: dict[int, int] = {}  # by the number of threads
@@ -191,8 +203,10 @@ class Native:
 
     @property
     def team(self) -> int:
-        """A team of as many threads as torch uses now."""
+        """A team of as many threads as torch uses now, or of as many as the limit allows."""
         num_threads = torch.get_num_threads()
+        if _most_threads is not None:
+            num_threads = min(num_threads, _most_threads)
         return self._teams.get(num_threads) or self._start(num_threads)
 
     def _start(self, num_threads: int) -> int:
@@ -218,6 +232,13 @@ _lock = threading.Lock()
 _native: Native | None = None
 _problem: str | None = None  # why there is no library
 _spins = False
+_most_threads: int | None = None
+
+
+def limit_threads(most: int | None) -> None:
+    """Let the next calls use so many threads at most; None: as many as torch."""
+    global _most_threads
+    _most_threads = most
 
 
 def _spin_microseconds() -> int:

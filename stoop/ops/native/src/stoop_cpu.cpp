@@ -1,6 +1,7 @@
 // The C interface: what stoop/ops/native calls through ctypes.
 #include "attention.h"
 #include "pool.h"
+#include "recurrent.h"
 #include "step.h"
 
 #include <memory>
@@ -284,7 +285,7 @@ struct ProductRun {
 extern "C" {
 
 // Changes whenever a structure or a signature below does.
-int stoop_version() { return 4; }
+int stoop_version() { return 5; }
 
 const char* stoop_isa() {
 #if STOOP_AVX512
@@ -378,6 +379,22 @@ void stoop_attend(void* handle, const Batch* batch, const Heads* heads, const fl
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<Run*>(argument);
             attend(run.call, run.queries, nullptr, thread, team);
+        },
+        &run);
+}
+
+// The tokens of one request through a delta net's state (delta) or Mamba-2's
+void stoop_recurrence(void* handle, const Recurrence* call, int delta) {
+    auto& engine = *static_cast<Engine*>(handle);
+    std::lock_guard<std::mutex> lock(engine.in_use);
+    struct Run {
+        const Recurrence& call;
+        bool delta;
+    } run{*call, delta != 0};
+    engine.team.run(
+        [](void* argument, int thread, Team& team) {
+            auto& run = *static_cast<Run*>(argument);
+            run_recurrence(run.call, run.delta, thread, team);
         },
         &run);
 }
