@@ -17,8 +17,11 @@ class UniprocExecutor:
 
     def __init__(self, config: Config, report: Report | None = None) -> None:
         # Before the runner: loading uses all cores too.
-        self._spin_control = share_cores() if config.device.device == "cpu" else None
+        on_cpu, threads = config.device.device == "cpu", config.device.num_threads
+        self._spin_control = share_cores(threads is not None) if on_cpu else None
         self.runner = ModelRunner(config, report)
+        if self._spin_control is not None:
+            self._spin_control.note_loaded()
 
     @property
     def num_blocks(self) -> int:
@@ -37,12 +40,8 @@ class UniprocExecutor:
         return self.runner.num_snapshots
 
     @property
-    def drafting(self) -> bool:
-        return self.runner.drafting
-
-    @drafting.setter
-    def drafting(self, wanted: bool) -> None:
-        self.runner.drafting = wanted
+    def waited(self) -> float:
+        return self.runner.outputs.waited
 
     @property
     def draft_seconds(self) -> float:

@@ -11,9 +11,11 @@ for a while, and sleep again when it does. libgomp has no call for this, but it 
 it manages more threads than there are cores. Creating a second team of idle threads has that
 effect; ending the team undoes it.
 
-Our own CPU kernels have a team of their own (ops/native), which follows the same decision.
+Our own CPU kernels have a team of their own (ops/native), which follows the same decision. They
+also use fewer threads while other programs need the cores (`core_usage.py`).
 
-`OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment take precedence.
+`OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment take precedence over spinning,
+`num_threads` or `OMP_NUM_THREADS` over the number of threads.
 """
 
 import ctypes
@@ -25,7 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stoop.ops.native.library import spin_between_calls
+from stoop.ops.native.library import limit_threads, spin_between_calls
+from stoop.worker.core_usage import ThreadLimit, num_cores
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +77,6 @@ class SleepingThreads:
             self._team.end()
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def find_libgomp() -> Any | None:
     """Return the OpenMP library that torch has loaded, if it is libgomp."""
     try:
@@ -120,22 +118,45 @@ class SpinControl:
         self._make_team = make_team
         self._waited = waited
         self._clock = clock
+        self.limit: ThreadLimit | None = None  # of our kernels' threads
         self._team: Any = make_team()
         self._pause = FIRST_PAUSE
         self._spin_after = 0.0  # earliest time to spin
         self._told = False
-        self.busy = False  # other programs needed the cores in the last window
+        self._waits = False  # the stepping thread had to wait for a core in the last window
         self._begin()
 
     @property
     def spins(self) -> bool:
         return self._team is None
 
+    @property
+    def busy(self) -> bool:
+        """Other programs need the cores."""
+        return self._waits or (self.limit is not None and self.limit.lowered)
+
+    def limit_threads(self, wanted: bool) -> None:
+        """Whether our kernels use fewer threads on a busy machine; the last engine decides."""
+        if not wanted:
+            self.limit = None
+            limit_threads(None)
+        elif self.limit is None:
+            self.limit = ThreadLimit(limit_threads, num_cores())
+        self._begin()
+
+    def note_loaded(self) -> None:
+        """Choose the first number of threads by what others used while a model was loaded."""
+        passed = self._clock() - self._started
+        if self.limit is not None and passed >= WINDOW_SECONDS:
+            self.limit.decide(passed, busy=True)
+
     def _begin(self) -> None:
         """Start a new window for the calling thread."""
         self._thread = threading.get_ident()
         self._started, self._num_steps = self._clock(), 0
         self._waited_before = self._waited() or 0.0
+        if self.limit is not None:
+            self.limit.begin()
 
     def note_step(self) -> None:
         """Count a step. The stepping thread calls this after every step."""
@@ -149,11 +170,13 @@ class SpinControl:
         if self._thread == threading.get_ident():
             waited = (self._waited() or 0.0) - self._waited_before
             self._decide(waited / passed, now)
+            if self.limit is not None:
+                self.limit.decide(passed, self._waits)
         self._begin()
 
     def _decide(self, share: float, now: float) -> None:
-        self.busy = share > BUSY_SHARE
-        if self.busy:
+        self._waits = share > BUSY_SHARE
+        if self._waits:
             self._tell()
             if self.spins:
                 self._team = self._make_team()
@@ -169,7 +192,8 @@ class SpinControl:
         if not self._told:
             log.warning(
                 "other programs are using this machine's cores, so stoop's CPU threads sleep while "
-                "they wait (OMP_WAIT_POLICY or GOMP_SPINCOUNT override this)"
+                "they wait (OMP_WAIT_POLICY or GOMP_SPINCOUNT override this), and kernels of "
+                "quantised weights use fewer threads (--num-threads overrides that)"
             )
             self._told = True
 
@@ -178,8 +202,11 @@ _control: SpinControl | None = None  # one per process, like libgomp's thread co
 _lock = threading.Lock()
 
 
-def share_cores() -> SpinControl | None:
-    """Return the process's control, created at the first call; None if it has no effect here."""
+def share_cores(fixed_threads: bool = False) -> SpinControl | None:
+    """Return the process's control, created at the first call; None if it has no effect here.
+
+    fixed_threads: the user chose their number
+    """
     global _control
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         spin_between_calls(_asks_to_spin())
@@ -188,6 +215,8 @@ def share_cores() -> SpinControl | None:
         if _control is None and seconds_waited() is not None:
             libgomp = find_libgomp()
             _control = SpinControl(lambda: SleepingThreads(libgomp))
+        if _control is not None:
+            _control.limit_threads(not (fixed_threads or "OMP_NUM_THREADS" in os.environ))
         return _control
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from stoop.ops.native import library
 from stoop.worker import spinning
-from stoop.worker.spinning import IdleTeam, SpinControl, find_libgomp, num_cores, seconds_waited
+from stoop.worker.core_usage import ThreadLimit, num_cores, seconds_used
+from stoop.worker.spinning import IdleTeam, SpinControl, find_libgomp, seconds_waited
 
 
 class Machine:
@@ -145,9 +147,16 @@ def test_an_engine_on_a_cpu_is_watched(checkpoints: Any, monkeypatch: pytest.Mon
     from stoop import LLM, SamplingParams
 
     noted = []
+    asked = []
 
     class Watch:
         busy = False
+
+        def __init__(self, fixed_threads: bool) -> None:
+            asked.append(fixed_threads)
+
+        def note_loaded(self) -> None:
+            assert not noted
 
         def note_step(self) -> None:
             noted.append(1)
@@ -156,3 +165,114 @@ def test_an_engine_on_a_cpu_is_watched(checkpoints: Any, monkeypatch: pytest.Mon
     llm = LLM(str(checkpoints.get("llama2")), device="cpu", skip_tokenizer_init=True)
     llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert len(noted) == llm.metrics()["num_steps"] == 5
+    noted.clear()
+    LLM(str(checkpoints.get("llama2")), device="cpu", skip_tokenizer_init=True, num_threads=2)
+    assert asked == [False, True]
+
+
+class Cores:
+    """Seconds that cores were busy, and what of that was this process."""
+
+    def __init__(self, num_cores: int) -> None:
+        self.used = self.own = 0.0
+        self.asked: list[int | None] = []
+        self.limit = ThreadLimit(self.asked.append, num_cores, lambda: self.used, lambda: self.own)
+
+    def window(self, own: float, others: float, busy: bool) -> int:
+        """Half a second in which so many cores were used."""
+        self.limit.begin()
+        self.own += 0.5 * own
+        self.used += 0.5 * (own + others)
+        self.limit.decide(0.5, busy)
+        return self.limit.threads
+
+
+def test_a_busy_machine_gets_as_many_threads_as_it_has_free_cores() -> None:
+    cores = Cores(2)
+    assert cores.window(own=2.0, others=0.0, busy=False) == 2
+    assert cores.window(own=1.0, others=1.0, busy=True) == 1  # beside programs that never rest
+    assert cores.limit.lowered and cores.asked == [1]
+    assert cores.window(own=1.0, others=1.0, busy=False) == 1, "the other core is not free"
+    assert cores.window(own=0.5, others=1.5, busy=True) == 1, "never none"
+    assert cores.window(own=1.0, others=0.4, busy=False) == 1, "little of it is"
+    assert cores.window(own=1.0, others=0.1, busy=False) == 2
+    assert not cores.limit.lowered and cores.asked == [1, None]
+
+
+def test_threads_are_left_alone_unless_one_waits() -> None:
+    cores = Cores(8)
+    assert cores.window(own=4.0, others=4.0, busy=False) == 8
+    assert cores.window(own=7.0, others=1.0, busy=True) == 7
+    assert cores.window(own=4.0, others=4.0, busy=True) == 4
+    assert cores.window(own=4.0, others=2.0, busy=False) == 6
+    assert cores.window(own=6.0, others=-0.2, busy=False) == 8  # clocks of different resolution
+    assert cores.asked == [7, 4, 6, None]
+
+
+def test_what_others_use_is_read_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, own = seconds_used(), time.process_time()
+    assert before is not None
+    while time.process_time() < own + 0.2:
+        pass
+    after = seconds_used()
+    assert after is not None and after - before >= 0.1
+    monkeypatch.setattr(Path, "read_text", lambda *a, **k: "cpu0 nonsense")
+    assert seconds_used() is None
+    cores = Cores(2)
+    cores.limit = ThreadLimit(cores.asked.append, 2)
+    cores.limit.decide(0.5, busy=True)
+    assert cores.limit.threads == 2
+
+
+def test_the_busy_control_limits_the_threads(machine: Machine, control: SpinControl) -> None:
+    cores = Cores(2)
+    control.limit = cores.limit
+    for _ in range(100):
+        cores.used += 0.01  # one core, all of it by others
+        machine.run(control, 0.01, share=0.5, step=0.01)
+    assert cores.limit.threads == 1 and control.busy
+    machine.run(control, 5, share=0.0)
+    assert cores.limit.threads == 2 and not control.busy
+
+
+def test_a_model_that_is_loaded_beside_others_starts_with_fewer_threads(
+    machine: Machine, control: SpinControl
+) -> None:
+    cores = Cores(2)
+    control.limit = cores.limit
+    cores.used, machine.now = 0.1, 0.1
+    control.note_loaded()
+    assert cores.limit.threads == 2, "too early to tell"
+    cores.used, machine.now = 1.0, 1.0
+    control.note_loaded()
+    assert cores.limit.threads == 1
+
+
+@pytest.mark.parametrize("chosen", ["option", "environment", "neither"])
+def test_a_number_of_threads_that_the_user_chose_is_kept(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spinning, "_control", SpinControl(Machine().make_team))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(library, "_most_threads", 1)  # another engine's
+    if chosen == "environment":
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    control = spinning.share_cores(fixed_threads=chosen == "option")
+    assert control is not None
+    assert (control.limit is None) == (chosen != "neither")
+    assert library._most_threads == (1 if chosen == "neither" else None)
+
+
+def test_the_limit_chooses_the_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = library.find_native()
+    if native is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(library, "_most_threads", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    both = native.team
+    library.limit_threads(1)
+    assert native.team != both and native.team == native._teams[1]
+    library.limit_threads(3)
+    assert native.team == both
