@@ -25,7 +25,7 @@ from stoop.check import graphs as check
 from stoop.config.resolve import GRAPH_MODES
 from stoop.core.step import PlannedRow
 from stoop.graph.descriptor import RunMode
-from stoop.scheduler.scheduler import Scheduler
+from stoop.scheduler.plan import PlanBuilder
 from support.attention_cases import POISON_BLOCK, Heads, Row, attend_densely, make_case
 from support.device_waits import forbid_waits
 from support.poisoned_blocks import poison_before_each_step
@@ -280,7 +280,7 @@ def test_nan_in_reused_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch, m
     with check.tiny_model(check.TINY, tiny_engine("eagle3")) as (folder, options):
         for case in ("clean", "poisoned", "not zeroed"):
             if case == "not zeroed":
-                monkeypatch.setattr(Scheduler, "_blocks_to_zero", staticmethod(lambda plan: []))
+                monkeypatch.setattr(PlanBuilder, "new_blocks", lambda plan: [])
             llm = LLM(folder, max_num_seqs=4, **settings, **names, **options)
             if case != "clean":
                 poison_before_each_step(llm)

@@ -1,5 +1,6 @@
 """The gated delta rule over steps of any rows, against torch."""
 
+import itertools
 import os
 import random
 
@@ -24,7 +25,9 @@ SPILLED = {
     ("scan_kernel", torch.bfloat16): 160,
     ("scan_kernel", torch.float16): 160,
     ("scan_kernel", torch.float32): 2048,
-    ("prepare_kernel", torch.float32): 1024,
+    ("prepare_kernel", torch.bfloat16): 96,
+    ("prepare_kernel", torch.float16): 96,
+    ("prepare_kernel", torch.float32): 1280,
 }
 OUT = {torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
@@ -49,9 +52,19 @@ def test_steps_equal_torch(short: bool, seed: int) -> None:
     check_state(case.state, theirs.state, before.state, rows, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("short", [False, True], ids=["any", "short"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [DeltaShape(16, 16, 128, 128), DeltaShape(16, 32, 128, 128)])
+SMALL, LARGE = DeltaShape(16, 16, 128, 128), DeltaShape(16, 32, 128, 128)
+COMPILED = [
+    (SMALL, torch.bfloat16, False),
+    (SMALL, torch.float32, True),
+    (LARGE, torch.float16, True),
+    (LARGE, torch.float32, False),
+]
+if EVERY:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    COMPILED = list(itertools.product((SMALL, LARGE), dtypes, (False, True)))
+
+
+@pytest.mark.parametrize(("shape", "dtype", "short"), COMPILED)
 def test_steps_compile_for_an_h200(shape: DeltaShape, dtype: torch.dtype, short: bool) -> None:
     from stoop.ops.kernels import delta_net as kernels
 
@@ -70,7 +83,7 @@ def test_steps_compile_for_an_h200(shape: DeltaShape, dtype: torch.dtype, short:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("log_len", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("log_len", [1, 2, 3, 5, 8] if EVERY else [2, 5])
 def test_rejected_drafts_leave_the_bits_of_plain_decoding(log_len: int) -> None:
     torch.manual_seed(log_len)
     text = make_text(DeltaShape(1, 2, 16, 32), 3, 14, torch.float32)

@@ -7,6 +7,8 @@ from stoop.ops import norm as reference
 from support.kernel_compiling import MAX_SHARED, compile_launches
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of inputs and of norm weights, which may be wider.
+NORM_DTYPES = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32))
 SIZES = (64, 100, 576, 4096)
 
 
@@ -44,12 +46,12 @@ def test_joined_norms_equal_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_joined_embeddings_equal_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "weight_dtype"), NORM_DTYPES)
+def test_joined_embeddings_equal_torch(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     from stoop.ops.kernels import norm as kernels
 
     table, features = torch.randn(9, 100).to(dtype), torch.randn(5, 2, 100).to(dtype)[:, 1]
-    norms = torch.rand(2, 100).to(dtype)
+    norms = torch.rand(2, 100).to(weight_dtype)
     token_ids = torch.tensor([8, 0, 3, 3, 1], dtype=torch.int32)
     arguments = (token_ids, table, norms[0], features, norms[1], 1e-5)
     torch.testing.assert_close(
@@ -71,13 +73,15 @@ def test_embeddings_are_looked_up(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), NORM_DTYPES)
 @pytest.mark.parametrize("index", [None, [], [5], [5, 0, 5, 2]])
-def test_taken_rows_are_kept_and_normalised(index: list[int] | None, dtype: torch.dtype) -> None:
+def test_taken_rows_are_kept_and_normalised(
+    index: list[int] | None, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
     """Zeros follow them, whatever stood there."""
     from stoop.ops.kernels import norm as kernels
 
-    x, weight = torch.randn(6, 1100).to(dtype), torch.rand(1100).to(dtype)
+    x, weight = torch.randn(6, 1100).to(dtype), torch.rand(1100).to(weight_dtype)
     chosen = None if index is None else torch.tensor(index, dtype=torch.int64)
     expected = x if chosen is None else x[chosen]
     out = torch.full((8, 1100), 7.0, dtype=dtype)
@@ -115,7 +119,10 @@ def test_norms_compile_for_an_h200(size: int, dtype: torch.dtype) -> None:
         kernels.join_embedded(token_ids, x, x[0], x, x[0], 1e-5)
         for index in (None, torch.zeros(4, dtype=torch.int64)):
             kernels.take_and_norm(x, index, torch.zeros_like(x), x[0], 1e-5)
-    assert len(found) == 6
+        wide = x[0].float()
+        kernels.join_embedded(token_ids, x, wide, x, wide, 1e-5)
+        kernels.take_and_norm(x, None, torch.zeros_like(x), wide, 1e-5)
+    assert len(found) == 8
     for compiled in found:
         print(compiled)
         assert compiled.shared <= MAX_SHARED and compiled.spilled == 0

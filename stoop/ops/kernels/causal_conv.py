@@ -20,6 +20,8 @@ from stoop.ops.library import register
 from stoop.ops.recurrent import RecurrentRows
 
 MAX_CHANNELS = 256  # per program
+WARPS, FEW_WARPS = 4, 1  # of a program; few where there are programs enough to fill a GPU
+MANY_PROGRAMS = 512
 MAX_ELEMENTS = 2048  # tokens times channels
 CHUNK_TOKENS = 16  # of a tile, if some row may be a chunk
 MAX_WIDTH = 8
@@ -44,6 +46,25 @@ def _kept_input(
 
 
 @triton.jit
+def _nothing():
+    return ()
+
+
+@triton.jit
+def _kept_inputs(
+    place, column, needed, window_ptr, log_ptr, pending, channels, WIDTH: tl.constexpr
+):  # fmt: skip
+    """At the WIDTH - 1 places before `place`; those from the row's first token on are zeros."""
+    found = _nothing()
+    for tap in tl.static_range(WIDTH - 1):
+        found += (_kept_input(
+            place + (tap - (WIDTH - 1)), column, needed, window_ptr, log_ptr, pending, channels,
+            WIDTH,
+        ),)  # fmt: skip
+    return found
+
+
+@triton.jit
 def _new_input(x_ptr, token, column, needed, x_stride, channels, GATED: tl.constexpr):
     """Inputs of this step; GATED: the products B * x, rounded as they are kept."""
     source = x_ptr + token.to(tl.int64) * x_stride + column
@@ -52,11 +73,6 @@ def _new_input(x_ptr, token, column, needed, x_stride, channels, GATED: tl.const
         right = tl.load(source + 2 * channels, mask=needed, other=0.0)
         x = (x.to(tl.float32) * right.to(tl.float32)).to(x.dtype)
     return x
-
-
-@triton.jit
-def _nothing():
-    return ()
 
 
 @triton.jit
@@ -105,15 +121,13 @@ def _conv_kernel(
     window_ptr, log_ptr = window_ptr + slot * window_stride, log_ptr + slot * log_stride
     # Where the new window's inputs are, seen from the row's first token.
     shift = tl.where(short, 0, count)
-    old, moved = _nothing(), _nothing()
-    for tap in tl.static_range(WIDTH - 1):
-        back = tap - (WIDTH - 1)
-        old += (_kept_input(
-            offset + back, column, kept & live, window_ptr, log_ptr, pending, channels, WIDTH
-        ),)  # fmt: skip
-        moved += (_kept_input(
-            shift + back, column, kept, window_ptr, log_ptr, pending, channels, WIDTH
-        ),)  # fmt: skip
+    old = _kept_inputs(
+        offset, column, kept & live, window_ptr, log_ptr, pending, channels, WIDTH
+    )  # fmt: skip
+    if SHORT and TILE == 1:
+        moved = old  # before the only token
+    else:
+        moved = _kept_inputs(shift, column, kept, window_ptr, log_ptr, pending, channels, WIDTH)
     wait_for_inputs(PDL)
 
     total, x = _convolve(
@@ -155,10 +169,11 @@ def _launch(
     tile = triton.next_power_of_2(max(log_len, 1 if short else CHUNK_TOKENS))
     block = min(MAX_CHANNELS, MAX_ELEMENTS // tile, triton.next_power_of_2(channels))
     grid = (count_tiles(num_tokens, num_reqs, tile, short=short), triton.cdiv(channels, block))
+    warps = WARPS if grid[0] * grid[1] < MANY_PROGRAMS else FEW_WARPS
     _conv_kernel[grid](
         x, weight, bias, *rows, window, log, out, num_tokens, num_reqs, log_len, channels,
         x.stride(0), window.stride(0), log.stride(0),
-        WIDTH=width, GATED=gated, SHORT=short, TILE=tile, BLOCK=block, num_warps=4,
+        WIDTH=width, GATED=gated, SHORT=short, TILE=tile, BLOCK=block, num_warps=warps,
         **overlapping(out),
     )  # fmt: skip
 

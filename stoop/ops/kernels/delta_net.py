@@ -24,7 +24,7 @@ SCAN_COLUMNS_WIDE = 16  # of float32 models, whose products take more registers
 SCAN_WARPS = 4
 SCAN_STAGES = 2
 SCAN_PROGRAMS = 256  # at least, if there are enough rows
-PREPARE_WARPS = 8
+PREPARE_WARPS = 4
 CHUNK_TOKENS = 8  # of a tile of `finish_kernel`, if some row may be a chunk
 
 _ROWS = "Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, Tensor slots"
