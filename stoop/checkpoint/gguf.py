@@ -22,6 +22,7 @@ from stoop.checkpoint.gguf_layout import (
     Change,
     GGUFContents,
     GGUFLayout,
+    HeadOrder,
     ModelFields,
     find_layout,
 )
@@ -59,6 +60,7 @@ class PlannedTensor:
     type_name: str  # as safetensors writes it: F32, F16, BF16, or U8 if it stays quantised
     num_rotated_heads: int  # heads whose rows llama.cpp reordered; 0 for none
     change: Change | None
+    head_order: HeadOrder | None
 
     @property
     def num_elements(self) -> int:
@@ -150,18 +152,21 @@ def _plan_tensors(file: GGUFFile, packed: bool) -> list[PlannedTensor]:
     sources: dict[str, list[GGUFTensor]] = {}
     for tensor in file.tensors:
         if tensor.name != ROPE_FACTORS:
-            sources.setdefault(_new_name(tensor.name, layout), []).append(tensor)
+            sources.setdefault(_new_name(tensor.name, layout, fields), []).append(tensor)
     plan = []
     for name, found in sources.items():
         parts = _in_order(name, found, layout)
-        change = layout.changes.get(_in_layer(parts[0].name)[1])
+        rest = _in_layer(parts[0].name)[1]
+        change = layout.changes.get(rest or parts[0].name)
+        order = _head_order(parts[0], layout.head_order(rest, fields))
         plan.append(
             PlannedTensor(
                 name=name,
                 sources=parts,
-                type_name=_new_type(parts, change, packed) or quantized_type,
+                type_name=_new_type(parts, change, order, packed) or quantized_type,
                 num_rotated_heads=layout.num_rotated_heads(_part(parts[0].name), fields),
                 change=change,
+                head_order=order,
             )
         )
     _check_complete(file, layout, fields)
@@ -169,10 +174,13 @@ def _plan_tensors(file: GGUFFile, packed: bool) -> list[PlannedTensor]:
     return sorted(plan, key=lambda tensor: -ELEMENT_BYTES.get(tensor.type_name, 1))
 
 
-def _new_name(name: str, layout: GGUFLayout) -> str:
+def _new_name(name: str, layout: GGUFLayout, fields: ModelFields) -> str:
     if name in layout.outer_names:
         return layout.outer_names[name]
     layer, rest = _in_layer(name)
+    own = layout.own_name(int(layer), rest, fields) if layer else None
+    if own is not None:
+        return own
     if rest in layout.whole_names:
         return f"{layout.layer_prefix}{layer}.{layout.whole_names[rest]}"
     part, _, kind = rest.rpartition(".")
@@ -210,13 +218,30 @@ def _in_order(
     return tuple(sorted(tensors, key=lambda tensor: order.index(_part(tensor.name))))
 
 
-def _new_type(sources: Sequence[GGUFTensor], change: Change | None, packed: bool) -> str | None:
+def _head_order(tensor: GGUFTensor, order: HeadOrder | None) -> HeadOrder | None:
+    if order is not None and not order.fits(tensor.shape):
+        raise CheckpointError(
+            f"tensor {tensor.name!r} of this GGUF file has shape {tensor.shape}, which does not "
+            f"fit {order.num_heads} heads of {order.head_size}: use another file of this model"
+        )
+    if order is not None and len(tensor.shape) == 1 and _block_size(tensor) > 1:
+        raise CheckpointError(
+            f"tensor {tensor.name!r} of this GGUF file is a quantised vector, which no known model "
+            "has: use another file of this model"
+        )
+    return order
+
+
+def _new_type(
+    sources: Sequence[GGUFTensor], change: Change | None, order: HeadOrder | None, packed: bool
+) -> str | None:
     """None for the type that dequantised tensors get"""
     if change is not None and change.values is not None:
         return "F32"
     if len({source.type_code for source in sources}) > 1:
         return None
-    if packed and change is None and _stays(sources[0]):
+    moves_blocks = order is None or order.keeps_blocks(_block_size(sources[0]))
+    if packed and change is None and moves_blocks and _stays(sources[0]):
         return BYTES
     return _kept_type(sources[0])
 
@@ -238,7 +263,7 @@ def _needed(layout: GGUFLayout, fields: ModelFields) -> Iterator[str]:
         for part in (*layout.needed, *layout.needed_in_layer(layer, fields)):
             if part in layout.layer_names:
                 yield f"blk.{layer}.{part}.weight"
-            elif part in layout.whole_names:
+            elif part not in layout.outer_names:
                 yield f"blk.{layer}.{part}"
 
 
@@ -248,6 +273,14 @@ def _kept_type(tensor: GGUFTensor) -> str | None:
 
     kind = gguf.GGMLQuantizationType(tensor.type_code).name
     return kind if kind in ELEMENT_BYTES else None
+
+
+def _block_size(tensor: GGUFTensor) -> int:
+    """Values of a block; 1 if the tensor is not quantised."""
+    import gguf
+
+    size, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_code)]
+    return int(size)
 
 
 def _stays(tensor: GGUFTensor) -> bool:
@@ -340,12 +373,18 @@ def _pieces(file: GGUFFile, tensor: PlannedTensor) -> Iterator[np.ndarray]:
         rows = file.rows(source)  # [rows, bytes of a row] uint8
         if tensor.num_rotated_heads:
             rows = _undo_rotation(rows, source, tensor.num_rotated_heads)
+        order = tensor.head_order
+        if order is not None and order.keeps_blocks(_block_size(source)):
+            # A vector is one row in the file.
+            rows = order.undo(rows.reshape(source.shape[0], -1)).reshape(rows.shape)
+            order = None
         if convert is None and tensor.type_name in (BYTES, _kept_type(source)):
             yield rows
             continue
         rows_at_once = max(1, SLICE_ELEMENTS // source.shape[-1])
         for start in range(0, len(rows), rows_at_once):
             values = _dequantize(rows[start : start + rows_at_once], source)
+            values = values if order is None else order.undo(values)
             values = values if convert is None else convert(values)
             yield values if tensor.type_name == "F32" else _to_bfloat16(values)
 

@@ -73,6 +73,46 @@ class Change:
     values: Callable[[np.ndarray], np.ndarray] | None = None  # float32, element by element
 
 
+@dataclass(frozen=True)
+class HeadOrder:
+    """Groups of heads that llama.cpp stores in turns, where Hugging Face has group after group.
+
+    In turns: the first head of every group, then the second of every group, and so on.
+    """
+
+    num_groups: int
+    num_heads: int  # of all groups together
+    head_size: int  # rows of a head, or columns
+    num_before: int = 0  # rows before the heads, which stay
+    columns: bool = False  # heads are columns of the matrix, not rows
+
+    def fits(self, shape: Shape) -> bool:
+        if self.columns and len(shape) != 2:
+            return False
+        size = shape[-1] if self.columns else shape[0]
+        return size == self.num_before + self.num_heads * self.head_size
+
+    def keeps_blocks(self, block_size: int) -> bool:
+        """Whether blocks of so many values, which lie within rows, are moved whole."""
+        return not self.columns or self.head_size % block_size == 0
+
+    def undo(self, rows: np.ndarray) -> np.ndarray:
+        """rows: the tensor as [rows, values], or each row as bytes"""
+        import numpy as np
+
+        turns = self.num_heads // self.num_groups
+        if self.columns:
+            heads = rows.reshape(len(rows), turns, self.num_groups, -1)
+            return heads.swapaxes(1, 2).reshape(rows.shape)
+        heads = rows[self.num_before :].reshape(turns, self.num_groups, self.head_size, -1)
+        moved = heads.swapaxes(0, 1).reshape(-1, rows.shape[1])
+        return np.concatenate((rows[: self.num_before], moved))
+
+
+def same(shape: Shape) -> Shape:
+    return shape
+
+
 def flat(shape: Shape) -> Shape:
     return (math.prod(shape),)
 
@@ -98,6 +138,14 @@ def _no_more(layer: int, fields: ModelFields) -> Iterable[str]:
     return ()
 
 
+def _in_order(name: str, fields: ModelFields) -> HeadOrder | None:
+    return None
+
+
+def _by_rule(layer: int, name: str, fields: ModelFields) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class GGUFLayout:
     """How the GGUF files of one family map to its Hugging Face checkpoints."""
@@ -117,8 +165,14 @@ class GGUFLayout:
     layer_prefix: str = "model.layers."
     # Tensors of blk.N whose names do not follow the rule, by all that comes after blk.N.
     whole_names: Mapping[str, str] = field(default_factory=dict)
-    changes: Mapping[str, Change] = field(default_factory=dict)  # by all that comes after blk.N.
-    # What this layer has beside `needed`: keys of layer_names and whole_names.
+    # By all that comes after blk.N, or by the whole name of a tensor outside layers.
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    # How heads are ordered in a tensor, by all that comes after blk.N; None as in Hugging Face.
+    head_order: Callable[[str, ModelFields], HeadOrder | None] = _in_order
+    # The whole new name of a tensor, by its layer and all that comes after blk.N; None if the
+    # other rules name it.
+    own_name: Callable[[int, str, ModelFields], str | None] = _by_rule
+    # What this layer has beside `needed`: keys of layer_names, or all that comes after blk.N.
     needed_in_layer: Callable[[int, ModelFields], Iterable[str]] = _no_more
 
 

@@ -30,6 +30,10 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+# Accents and vowel signs belong to words.
+QWEN35_PATTERN = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -52,12 +56,13 @@ SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "dbrx": (LLAMA3_PATTERN,),  # Granite 4.0
     "qwen2": (QWEN2_PATTERN,),
     "deepseek-r1-qwen": (QWEN2_PATTERN,),
+    "qwen35": (QWEN35_PATTERN,),
     "tekken": (TEKKEN_PATTERN,),
 }
 LLAMA3_RULES = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2"})
 # These keep a word that is in the vocabulary whole, without merging, and start text with bos.
 WHOLE_WORD_RULES = LLAMA3_RULES | {"tekken"}
-QWEN2_RULES = frozenset({"qwen2", "deepseek-r1-qwen"})
+QWEN_RULES = frozenset({"qwen2", "deepseek-r1-qwen", "qwen35"})
 
 
 class TokenType(IntEnum):
@@ -175,7 +180,7 @@ def _build_byte_level(fields: TokenizerFields) -> tokenizers.Tokenizer:
     tokenizer = _new_tokenizer(fields, merges, ignore_merges=rule in WHOLE_WORD_RULES)
     tokenizer.pre_tokenizer = _splitter(SPLIT_PATTERNS[rule])
     tokenizer.decoder = decoders.ByteLevel()
-    if rule in QWEN2_RULES:
+    if rule in QWEN_RULES:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 

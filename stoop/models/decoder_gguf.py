@@ -70,14 +70,20 @@ def refuse_experts(fields: ModelFields) -> None:
         )
 
 
-def decoder_config(file: GGUFContents, architecture: str, model_type: str) -> dict[str, Any]:
-    """The config.json of a GGUF file, from its metadata and tensor shapes."""
+def decoder_config(
+    file: GGUFContents, architecture: str, model_type: str, *, partial_rotary: bool = False
+) -> dict[str, Any]:
+    """The config.json of a GGUF file, from its metadata and tensor shapes.
+
+    partial_rotary: the family may rotate a part of each head
+    """
     fields, shapes = file.fields, file.shapes
     refuse_experts(fields)
     num_heads = fields.number("attention.head_count")
     hidden_size = fields.number("embedding_length")
     head_dim = int(fields.get("attention.key_length") or hidden_size // num_heads)
-    _check_rotary(fields, head_dim)
+    if not partial_rotary:
+        _check_rotary(fields, head_dim)
     return {
         "architectures": [architecture],
         "model_type": model_type,

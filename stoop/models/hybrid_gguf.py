@@ -106,7 +106,7 @@ MLP_NAMES = {
 MAMBA_VECTORS = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 
 
-def _to_a_log(a: np.ndarray) -> np.ndarray:
+def to_a_log(a: np.ndarray) -> np.ndarray:
     """Files have A = -exp(A_log)."""
     import numpy as np
 
@@ -171,7 +171,7 @@ GRANITE_HYBRID_LAYOUT = GGUFLayout(
     changes={
         "ssm_conv1d.weight": Change(depthwise),
         "ssm_norm.weight": Change(flat),
-        "ssm_a": Change(flat, _to_a_log),
+        "ssm_a": Change(flat, to_a_log),
         "ssm_d": Change(flat),
     },
     needed_in_layer=_granite_parts,

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from stoop import SamplingParams
 from stoop.config.errors import CheckpointError
 from stoop.core.quantized import QuantizedRows
 from stoop.models.registry import read_model_spec
-from support.checkpoints import CheckpointStore
+from support.checkpoints import CheckpointStore, as_multimodal
 from support.engines import generate_ids, make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -23,23 +22,6 @@ SETTINGS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32
 @pytest.fixture
 def text(checkpoints: CheckpointStore) -> Path:
     return checkpoints.get("qwen3.5", dtype="float64")
-
-
-def as_multimodal(source: Path, folder: Path) -> Path:
-    """The same model as hub checkpoints have it: beside a vision tower and an MTP head."""
-    folder.mkdir()
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in load_file(source / "model.safetensors").items()
-    }
-    tensors["model.visual.patch_embed.proj.weight"] = torch.ones(2, 2)
-    tensors["mtp.layers.0.input_layernorm.weight"] = torch.ones(3)
-    save_file(tensors, folder / "model.safetensors")
-    inner = json.loads((source / "config.json").read_text())
-    outer = {"dtype": inner.pop("dtype"), "eos_token_id": None, "vision_config": {"depth": 1}}
-    names = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
-    (folder / "config.json").write_text(json.dumps(outer | names | {"text_config": inner}))
-    return folder
 
 
 def test_the_text_part_of_a_multimodal_checkpoint_is_loaded(text: Path, tmp_path: Path) -> None:
