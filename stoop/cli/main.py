@@ -10,6 +10,7 @@ from stoop.cli.bench import bench
 from stoop.cli.chat import chat
 from stoop.cli.check import check
 from stoop.cli.compare import compare
+from stoop.cli.draft_vocab import draft_vocab
 from stoop.cli.failures import explain
 from stoop.cli.generate import generate
 from stoop.cli.help import HelpfulGroup
@@ -41,6 +42,7 @@ app.command()(check)
 app.command()(compare)
 app.command()(tune)
 app.command()(train_draft)
+app.command()(draft_vocab)
 app.add_typer(bench, name="bench")
 app.add_typer(models, name="models")
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from stoop.layers.weights import WeightView, empty_parameter, vector_view
 from stoop.ops.native.calls import native_norms
-from stoop.ops.norm import join_norms, rms_norm, rms_norm_into
+from stoop.ops.norm import join_norms, rms_norm, rms_norm_into, take_and_norm, take_rows
 
 
 class RMSNorm(nn.Module):
@@ -31,6 +31,18 @@ class RMSNorm(nn.Module):
             native_norms([x], [self.weight], self.eps, out)
         else:
             rms_norm_into(x, self.weight, self.eps, out)
+
+    def take(self, x: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
+        """Copy the rows of x in `index`, or all, to `rows` and zeros after them; returns them
+        normalised.
+
+        x: [tokens, n], index: [m] int64, rows: [at least m, n]
+        """
+        if not self.packed:
+            return take_and_norm(x, index, rows, self.weight, self.eps)
+        take_rows(x, index, rows)
+        taken: Tensor = self(rows[: x.shape[0] if index is None else index.shape[0]])
+        return taken
 
     def weight_views(self) -> Iterator[WeightView]:
         yield vector_view("weight", self.weight)._replace(offset=self.offset)

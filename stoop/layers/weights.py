@@ -102,6 +102,13 @@ class MatrixLayer(nn.Module):
         with parameter.device:
             self._hold(scheme.empty(*self._size, dtype))
 
+    def take_rows(self, source: Weight, rows: Tensor) -> None:
+        """Replace the matrix by some rows of another one, stored as they are there.
+
+        rows: [n] int64
+        """
+        self._hold(source.scheme.take(source, rows))
+
     @property
     def num_outputs(self) -> int:
         """0 for a layer that uses another layer's matrix."""

@@ -109,7 +109,7 @@ class DraftModel(Module, Protocol):
 
     @property
     def lm_head(self) -> OutputHead | None:
-        """The head's own LM head; None if it uses the target's."""
+        """The head's own LM head, or rows that it took of the target's; None if it uses all."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class DraftModel(Module, Protocol):
 
     @property
     def output_head(self) -> OutputHead:
-        """The head's own LM head or the target's."""
+        """`lm_head`, or the target's."""
         ...
 
     def attach(self, target: Model, num_positions: int) -> None:

@@ -14,18 +14,19 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from stoop.config.schema import DraftMethod
+from stoop.config.schema import DraftMethod, DraftTokens
 from stoop.layers.attention import Attention
-from stoop.layers.embedding import Embedding, OutputHead
+from stoop.layers.embedding import Embedding
 from stoop.layers.linear import FusedLinear
 from stoop.layers.norm import RMSNorm, join_normed
 from stoop.layers.rope import RotaryTable
 from stoop.layers.stateful import ForwardContext
-from stoop.layers.weights import WeightView, prefixed, vector_view
+from stoop.layers.weights import WeightView, prefixed
 from stoop.models.base import Model, parameter_bytes
 from stoop.models.decoder import MLP, DecoderLayer, DecoderSpec
+from stoop.models.draft_output import DraftOutput
 from stoop.models.fused import FusedLayers, LayerParts, fuse
-from stoop.ops.norm import take_and_norm, take_rows
+from stoop.ops.norm import take_rows
 from stoop.ops.rope import Rotation
 
 
@@ -53,10 +54,12 @@ class EagleSpec:
     own_embedding: bool = False  # else the target's
     own_lm_head: bool = True  # else the target's
     maps_vocabulary: bool = False  # drafts have ids of their own; `d2t` holds the offsets
+    draft_tokens: DraftTokens | None = None  # of the target's LM head; None: all of them
 
     @property
     def vocab_size(self) -> int:
-        return self.decoder.vocab_size
+        chosen = self.draft_tokens
+        return self.decoder.vocab_size if chosen is None else len(chosen.token_ids)
 
     @property
     def hidden_size(self) -> int:
@@ -138,8 +141,10 @@ class Eagle3Layer(nn.Module):
         yield from prefixed("mlp", self.mlp.weight_views())
 
 
-class EagleHead(nn.Module):
+class EagleHead(DraftOutput):
     """A `DraftModel` (models/base.py)."""
+
+    spec: EagleSpec
 
     def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
@@ -160,20 +165,14 @@ class EagleHead(nn.Module):
         )
         self.norm = RMSNorm(size, eps) if self.eagle3 else None
         self.embed_tokens = Embedding(spec.target_vocab_size, size) if spec.own_embedding else None
-        self.lm_head = OutputHead(decoder.vocab_size, size, None) if spec.own_lm_head else None
-        self.d2t = (
-            nn.Parameter(torch.empty(decoder.vocab_size, dtype=torch.int64), requires_grad=False)
-            if spec.maps_vocabulary
-            else None
-        )
-        self._target: tuple[Model, ...] = ()  # in a tuple, so that it is not a submodule
+        self.make_output(spec)
         self.rotary: RotaryTable | None = None
         self.fused: FusedLayers | None = None
 
     def attach(self, target: Model, num_positions: int) -> None:
         """Use the target's modules where the head has none of its own; build the rotary table;
         take the kernels that serve all layers."""
-        self._target = (target,)
+        self.attach_output(target)
         norm, decoder = self.first.post_attention_layernorm.weight, self.spec.decoder
         self.rotary = RotaryTable(
             decoder.rope,
@@ -236,32 +235,10 @@ class EagleHead(nn.Module):
         if self.norm is None:
             take_rows(stream, index, features)
             return features[: stream.shape[0] if index is None else index.shape[0]]
-        if self.norm.packed:
-            take_rows(stream, index, features)
-            states = self.norm(features[: stream.shape[0] if index is None else index.shape[0]])
-        else:
-            states = take_and_norm(stream, index, features, self.norm.weight, self.norm.eps)
+        states = self.norm.take(stream, index, features)
         if self.spec.norm_output:
             features[: states.shape[0]].copy_(states)
         return states
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Map [n, hidden_size] to [n, draft vocabulary], in float32 or better."""
-        logits: Tensor = self.output_head(states)
-        return logits
-
-    @property
-    def output_head(self) -> OutputHead:
-        return self.lm_head or self.target.lm_head
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Map ids of the draft vocabulary to the target's token ids."""
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
-
-    @property
-    def target(self) -> Model:
-        (target,) = self._target
-        return target
 
     def weight_views(self) -> Iterator[WeightView]:
         """Every tensor that the checkpoint must have, under canonical names (head_source.py)."""
@@ -279,10 +256,7 @@ class EagleHead(nn.Module):
             yield from prefixed("norm", self.norm.weight_views())
         if self.embed_tokens is not None:
             yield from prefixed("embed_tokens", self.embed_tokens.weight_views())
-        if self.lm_head is not None:
-            yield from prefixed("lm_head", self.lm_head.weight_views())
-        if self.d2t is not None:
-            yield vector_view("d2t", self.d2t)
+        yield from self.output_views()
 
     def bytes_read(self, num_passes: int) -> int:
         """Bytes of weights that this many passes over few tokens read.
@@ -291,10 +265,9 @@ class EagleHead(nn.Module):
         """
         condensing = (self.fc, self.input_norm, self.fc_norm)
         once = sum(parameter_bytes(part) for part in condensing if part is not None)
-        passes = [self.first, self.rest, self.norm, self.output_head]
+        passes = [self.first, self.rest, self.norm]
         each = sum(parameter_bytes(part) for part in passes if part is not None)
-        if self.output_head.tied:
-            each += parameter_bytes(self.target.embed_tokens)
+        each += self.output_bytes()
         return (once if self.eagle3 else num_passes * once) + num_passes * each
 
 

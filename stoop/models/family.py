@@ -7,6 +7,7 @@ from typing import Any
 from stoop.checkpoint.gguf_layout import GGUFLayout
 from stoop.config.schema import ModelSpec
 from stoop.models.base import Model
+from stoop.models.mtp import MtpHead
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,6 @@ class Family:
     model_types: tuple[str, ...] = ()
     gguf: GGUFLayout | None = None  # None if its GGUF files cannot be loaded
     layer_prefix: str = "model.layers."  # of a layer's tensor names, before the layer's index
+    # Turns an `MtpSpec` into the draft head that the family's checkpoints hold, with unfilled
+    # weights; None if they hold none. Usually the head's class.
+    build_mtp: Callable[[Any], MtpHead] | None = None

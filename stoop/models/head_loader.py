@@ -1,4 +1,4 @@
-"""Loads a draft head from its folder onto a device and attaches it to its target."""
+"""Loads a draft head from its folder, or the target's, and attaches it to its target."""
 
 import logging
 from dataclasses import fields, replace
@@ -16,6 +16,8 @@ from stoop.models.eagle import EagleHead, EagleSpec
 from stoop.models.head_source import OWNER, canonical_names, stored_names
 from stoop.models.kv_scales import load_kv_scales
 from stoop.models.loader import build, check_names, fill_dummy, fill_views, on_meta
+from stoop.models.mtp import MtpHead, MtpSpec
+from stoop.models.mtp_config import build_mtp, mtp_names
 from stoop.models.packed_weights import store_in_8_bits
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ def load_head(
 ) -> DraftModel:
     """Build, fill and attach a head; with `dummy_seed`, use random weights and no folder.
 
+    folder: of the head; for an MTP head, of the target
     num_positions: the engine's limit. Positions past the head's own limit may be looked up, though
     nothing is drafted there.
     """
@@ -41,13 +44,28 @@ def load_head(
         fill_dummy(head, head.fc.weight.device, dummy_seed)
     else:
         assert folder is not None, "a head is loaded from a folder or is a dummy"
-        with WeightReader(folder, allow_pickle=True) as reader:
-            if device.kv_dtype == FP8:
-                load_kv_scales(head, reader, canonical_names(reader.names()))
-            fill_head(head, reader, report)
-        _share_embedding(head, target, folder)
+        if isinstance(head, MtpHead):
+            _load_mtp(head, folder, device, report)
+        else:
+            _load_eagle(head, folder, device, report)
+            _share_embedding(head, target, folder)
     head.attach(target, num_positions)
     return head
+
+
+def _load_mtp(head: MtpHead, folder: str, device: DeviceConfig, report: Report | None) -> None:
+    with WeightReader(folder) as reader:
+        stored = mtp_names(head, reader)
+        if device.kv_dtype == FP8:
+            load_kv_scales(head, reader, stored)
+        fill_views(list(head.weight_views()), reader, stored, report)
+
+
+def _load_eagle(head: EagleHead, folder: str, device: DeviceConfig, report: Report | None) -> None:
+    with WeightReader(folder, allow_pickle=True) as reader:
+        if device.kv_dtype == FP8:
+            load_kv_scales(head, reader, canonical_names(reader.names()))
+        fill_head(head, reader, report)
 
 
 def build_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
@@ -55,26 +73,36 @@ def build_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
     return _build(spec, device)
 
 
-def _build(spec: HeadSpec, device: DeviceConfig) -> EagleHead:
+def _build(spec: HeadSpec, device: DeviceConfig) -> EagleHead | MtpHead:
+    return build(lambda: _make(spec), device, store_in_8_bits if device.packed else None)
+
+
+def _make(spec: HeadSpec) -> EagleHead | MtpHead:
+    if isinstance(spec, MtpSpec):
+        return build_mtp(spec)
     assert isinstance(spec, EagleSpec), spec
-    return build(lambda: EagleHead(spec), device, store_in_8_bits if device.packed else None)
+    return EagleHead(spec)
 
 
 def describe_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
     """A head on the meta device."""
-    assert isinstance(spec, EagleSpec), spec
-    head = on_meta(lambda: EagleHead(spec), device.dtype, device.weight_dtype)
+    head = on_meta(lambda: _make(spec), device.dtype, device.weight_dtype)
     if device.packed:
         store_in_8_bits(head)
     return head
 
 
 def new_head_spec(
-    target: ModelSpec, draft_size: int, taps: tuple[int, ...], **flags: bool
+    target: ModelSpec,
+    draft_size: int,
+    taps: tuple[int, ...],
+    *,
+    fc_norms: bool = False,
+    norm_output: bool = False,
 ) -> EagleSpec:
     """The spec of an EAGLE-3 head with one Llama layer of the target's sizes.
 
-    draft_size: tokens that the head can draft; flags: `fc_norms` and `norm_output` of `EagleSpec`
+    draft_size: tokens that the head can draft; fc_norms, norm_output: as in `EagleSpec`
     """
     if not isinstance(target, DecoderSpec):
         raise ConfigError(
@@ -94,6 +122,7 @@ def new_head_spec(
         mlp_bias=False,
         qk_norm=False,
         windows=(None,),
+        num_mtp_layers=0,
         rope=target.rope if target.rotary_dim is None else RopeSpec(target.rope.theta),
         rotary_dim=None,
         bos_token_id=None,
@@ -105,8 +134,9 @@ def new_head_spec(
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         taps=taps,
+        fc_norms=fc_norms,
+        norm_output=norm_output,
         maps_vocabulary=draft_size < target.vocab_size,
-        **flags,
     )
 
 
@@ -115,7 +145,7 @@ def fill_head(head: EagleHead, reader: WeightReader, report: Report | None = Non
     views = list(head.weight_views())
     check_names({view.name for view in views}, stored.keys(), OWNER)
     fill_views(views, reader, stored, report)
-    if head.d2t is not None:
+    if head.spec.maps_vocabulary:
         check_d2t(reader.tensor(stored["d2t"]), head.spec.target_vocab_size)
 
 

@@ -67,7 +67,8 @@ def _load(config: Config, reader: WeightReader, report: Report | None) -> Model:
 
     model = build_model(config, check)
     if config.device.kv_dtype == FP8:
-        load_kv_scales(model, reader, {name: name for name in reader.names()})
+        names = {name: name for name in reader.names() if not model.is_derived(name)}
+        load_kv_scales(model, reader, names)
     fill_views(list(model.weight_views()), reader, _stored(model, reader), report)
     if packed:
         save(model, folder, origin)

@@ -1,7 +1,8 @@
 """Qwen3.5: gated delta nets, and gated attention in every fourth layer.
 
 Norms multiply by 1 + weight, except those inside the delta nets. Hub checkpoints are multimodal:
-their text part is loaded, the vision tower and the MTP head are left out.
+their text part is loaded, the vision tower is left out. They also hold an MTP head, which drafts if
+it is asked to.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,17 +18,27 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.recurrent import DeltaNet, DeltaNetShape
 from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightView, prefixed
-from stoop.models.config_reader import Reader
+from stoop.models.config_reader import MAX_LAYERS, Reader
 from stoop.models.decoder import MLP, DecoderSpec
 from stoop.models.decoder_config import read_decoder_spec, read_num_layers
 from stoop.models.family import Family
 from stoop.models.hybrid import HybridModel, read_layer_types
+from stoop.models.mtp import MtpHead
+from stoop.models.qwen3_5_gguf import QWEN3_5_LAYOUT
 from stoop.ops.rope import Rotation
 
 LINEAR, FULL = "linear_attention", "full_attention"
 NORM_OFFSET = 1.0
 DEFAULT_INTERVAL = 4  # layers from one with full attention to the next
 DEFAULT_ROTATED = 0.25  # of a head's dimensions
+MTP_LAYERS = "mtp_num_hidden_layers"
+MTP_NAMES = {
+    "fc": "mtp.fc",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "feature_norm": "mtp.pre_fc_norm_hidden",
+    "layer": "mtp.layers.0",
+    "norm": "mtp.norm",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,19 @@ class Qwen35Layer(nn.Module):
         yield from prefixed("mlp", self.mlp.weight_views())
 
 
+class Qwen35Mtp(MtpHead):
+    prefix = "mtp."
+    names = MTP_NAMES
+
+    def make_layer(self) -> nn.Module:
+        spec = self.spec.target
+        assert isinstance(spec, Qwen35Spec), spec
+        return Qwen35Layer(spec, FULL)
+
+    def make_norm(self) -> RMSNorm:
+        return RMSNorm(self.spec.hidden_size, self.spec.target.rms_norm_eps, NORM_OFFSET)
+
+
 class Qwen35Model(HybridModel):
     spec: Qwen35Spec
 
@@ -82,7 +106,8 @@ class Qwen35Model(HybridModel):
         return RMSNorm(self.spec.hidden_size, self.spec.rms_norm_eps, NORM_OFFSET)
 
     def is_derived(self, name: str) -> bool:
-        return name.startswith(("mtp.", "model.visual.")) or super().is_derived(name)
+        elsewhere = (Qwen35Mtp.prefix, "model.visual.")
+        return name.startswith(elsewhere) or super().is_derived(name)
 
 
 class Qwen35VisionModel(Qwen35Model):
@@ -108,8 +133,9 @@ def read_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
         o_bias=bias,
         qk_norm=True,
     )
+    own = {"rotary_dim": _rotary_dim(fraction, head_dim), "num_mtp_layers": _mtp_layers(reader)}
     return Qwen35Spec(
-        **vars(base) | {"rotary_dim": _rotary_dim(fraction, head_dim)},
+        **vars(base) | own,
         layer_types=read_layer_types(config, (LINEAR, FULL)) or _by_interval(config),
         delta=_read_delta(reader, base),
     )
@@ -148,6 +174,10 @@ def _rotary_dim(fraction: Any, head_dim: int) -> int:
     return rotated
 
 
+def _mtp_layers(reader: Reader) -> int:
+    return reader.whole(MTP_LAYERS, most=MAX_LAYERS) if reader.config.get(MTP_LAYERS) else 0
+
+
 def _by_interval(config: dict[str, Any]) -> tuple[str, ...]:
     interval = Reader(config).whole("full_attention_interval", default=DEFAULT_INTERVAL)
     places = range(1, read_num_layers(config) + 1)
@@ -178,6 +208,8 @@ QWEN3_5 = Family(
     model_types=("qwen3_5_text",),
     read_spec=read_spec,
     build=Qwen35Model,
+    gguf=QWEN3_5_LAYOUT,
+    build_mtp=Qwen35Mtp,
 )
 QWEN3_5_VISION = Family(
     architectures=("Qwen3_5ForConditionalGeneration",),
@@ -185,4 +217,5 @@ QWEN3_5_VISION = Family(
     read_spec=read_vision_spec,
     build=Qwen35VisionModel,
     layer_prefix="model.language_model.layers.",
+    build_mtp=Qwen35Mtp,
 )

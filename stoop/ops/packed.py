@@ -24,6 +24,7 @@ from stoop.ops.norm import rms_norm, silu_and_mul
 from stoop.ops.weight import Scheme, Weight
 
 TILE = 16  # outputs of a tile
+TAKEN_AT_ONCE = 4096  # rows to unpack together, which may be in as many tiles
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,19 @@ class Packed(Scheme):
     def rows(self, weight: Weight, start: int, count: int) -> Weight:
         assert start % TILE == 0 and count % TILE == 0, (start, count)
         return weight._replace(data=weight.data[start // TILE : (start + count) // TILE])
+
+    def take(self, weight: Weight, rows: Tensor) -> Weight:
+        """Unpack the tiles that have these rows, some rows at a time, and pack the rows again."""
+        assert len(rows) % TILE == 0, len(rows)
+        parts = [self.pack(self._unpack_rows(weight, part)) for part in rows.split(TAKEN_AT_ONCE)]
+        return Weight(torch.cat(parts), None, self)
+
+    def _unpack_rows(self, weight: Weight, rows: Tensor) -> Groups:
+        tiles, place = (rows // TILE).unique(return_inverse=True)
+        groups = self.unpack(weight._replace(data=weight.data[tiles]))
+        within = place * TILE + rows % TILE
+        minima = None if groups.minima is None else groups.minima[within]
+        return Groups(groups.codes[within], groups.scales[within], minima)
 
     def store(self, weight: Weight, values: Tensor | QuantizedRows) -> None:
         if isinstance(values, QuantizedRows):

@@ -52,6 +52,14 @@ class Scheme(ABC):
         scales = None if weight.scales is None else weight.scales[start : start + count]
         return Weight(weight.data[start : start + count], scales, self)
 
+    def take(self, weight: Weight, rows: Tensor) -> Weight:
+        """A copy of some outputs, in this order, for schemes whose tensors have a row for each.
+
+        rows: [n] int64
+        """
+        scales = None if weight.scales is None else weight.scales[rows]
+        return Weight(weight.data[rows], scales, self)
+
     @abstractmethod
     def store(self, weight: Weight, values: Tensor | QuantizedRows) -> None:
         """Fill the matrix from a checkpoint: from dense values, which every scheme takes, or from

@@ -1,14 +1,19 @@
 """Reads prompt files in the common layouts, as conversations to answer."""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from stoop.config.errors import ConfigError
+from stoop.core.report import Report
 
 Conversation = list[dict[str, str]]
+
+LINES_PER_REPORT = 64
 
 
 @dataclass(frozen=True)
@@ -30,21 +35,27 @@ def read_prompts(path: Path, flag: str = "--prompts") -> list[Conversation]:
     """Read a file with one JSON object per line (.jsonl, .json) or one text per line."""
     if path.suffix in (".jsonl", ".json"):
         return [parse_conversation(record, where) for where, record in read_records(path, flag)]
-    return [_user(line) for _, line in _read_lines(path, flag)]
+    return [_user(line) for _, line in stream_lines(path, flag)]
 
 
 def read_records(path: Path, flag: str, lines: Lines = PROMPTS) -> list[tuple[str, Any]]:
     """Read a file with one JSON value per line, each with its place in the file for messages."""
-    found = []
-    for number, line in _read_lines(path, flag, lines):
+    return list(stream_records(path, flag, lines))
+
+
+def stream_records(
+    path: Path, flag: str, lines: Lines = PROMPTS, report: Report | None = None
+) -> Iterator[tuple[str, Any]]:
+    """`read_records` for files of any size."""
+    for number, line in stream_lines(path, flag, lines, report):
         where = f"{path}:{number}"
         try:
-            found.append((where, json.loads(line)))
+            record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{where} is not JSON ({error}): write one object on each line, {lines.layouts}"
             ) from None
-    return found
+        yield where, record
 
 
 def parse_conversation(record: Any, where: str, lines: Lines = PROMPTS) -> Conversation:
@@ -58,21 +69,40 @@ def parse_conversation(record: Any, where: str, lines: Lines = PROMPTS) -> Conve
         ) from None
 
 
-def _read_lines(path: Path, flag: str, lines: Lines = PROMPTS) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, with their numbers."""
-    try:
+def stream_lines(
+    path: Path, flag: str, lines: Lines = PROMPTS, report: Report | None = None
+) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers."""
+    empty = True
+    with open_text(path, flag, lines) as file:
         # Not splitlines(): a prompt may hold characters that it takes for the end of a line.
-        texts = path.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                empty = False
+                yield number, line.removesuffix("\n")
+            if report and number % LINES_PER_REPORT == 0:
+                report_place(file, path, report)
+    if empty:
+        raise ConfigError(f"{flag} {path} is empty: write {lines.each} on each line")
+
+
+@contextmanager
+def open_text(path: Path, flag: str, lines: Lines) -> Iterator[TextIO]:
+    """Open a text file; what goes wrong while it is read is refused with a sentence."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield file
     except FileNotFoundError:
         raise ConfigError(
             f"{flag} {path} does not exist: name a file with {lines.each} on each line"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
-    found = [(number, line) for number, line in enumerate(texts, start=1) if line.strip()]
-    if not found:
-        raise ConfigError(f"{flag} {path} is empty: write {lines.each} on each line")
-    return found
+
+
+def report_place(file: TextIO, path: Path, report: Report) -> None:
+    """Report how much of a file has been read, to the size of its buffer."""
+    report(f"reading {path.name}", file.buffer.tell(), os.fstat(file.fileno()).st_size)
 
 
 def _conversation(record: Mapping[str, Any]) -> Conversation:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -207,13 +208,16 @@ def make_model(name: str, seed: int) -> PreTrainedModel:
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            _draw(key, parameter, generator, tied)
+            draw_parameter(key, parameter, generator, tied)
             if "Qwen3_5" in type(model).__name__ and "norm" in key and "linear_attn" not in key:
                 parameter.sub_(1.0)  # these norms multiply by 1 + weight
     return model
 
 
-def _draw(key: str, parameter: torch.Tensor, generator: torch.Generator, tied: bool) -> None:
+def draw_parameter(
+    key: str, parameter: torch.Tensor, generator: torch.Generator, tied: bool = False
+) -> None:
+    """Random values of a size that suits the parameter."""
     if key.endswith("A_log"):
         parameter.uniform_(0.0, 1.5, generator=generator)  # so that states last a few tokens
     elif "norm" in key or key.endswith(".D"):
@@ -305,6 +309,23 @@ def copy_with_eos(source: Path, target: Path, eos_token_id: int | list[int]) -> 
     if (target / "generation_config.json").exists():
         edit_json(target / "generation_config.json", eos_token_id=eos_token_id)
     return target
+
+
+def as_multimodal(source: Path, folder: Path) -> Path:
+    """The same Qwen3.5 as hub checkpoints have it: beside a vision tower and an MTP head."""
+    folder.mkdir()
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    tensors["model.visual.patch_embed.proj.weight"] = torch.ones(2, 2)
+    tensors.setdefault("mtp.layers.0.input_layernorm.weight", torch.ones(3))
+    save_file(tensors, folder / "model.safetensors")
+    inner = json.loads((source / "config.json").read_text())
+    outer = {"dtype": inner.pop("dtype"), "eos_token_id": None, "vision_config": {"depth": 1}}
+    names = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    (folder / "config.json").write_text(json.dumps(outer | names | {"text_config": inner}))
+    return folder
 
 
 class CheckpointStore:
