@@ -35,9 +35,9 @@ class InputBatch:
         return replace(self, num_reqs_padded=self.num_reqs)
 
     @property
-    def decodes(self) -> bool:
-        """Whether any row is a decode, which may have drafts to verify."""
-        return any(row.decodes for row in self.plan_rows)
+    def num_places(self) -> int:
+        """Tokens of a decode, its newest and its drafts; 1 if no row is a decode."""
+        return max((row.num_tokens for row in self.plan_rows if row.decodes), default=1)
 
     @property
     def max_seq_len(self) -> int:

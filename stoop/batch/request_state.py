@@ -41,5 +41,9 @@ class RequestState:
         staged.put(slots.draft_limit, slot, admission.rules.num_drafts)
         staged.put(slots.token_limit, slot, admission.token_limit)
 
+    def stop_drafts(self, staged: StagedWrites, slot: int) -> None:
+        """The drafter lacks KV of the request in this slot, so let it draft nothing more."""
+        staged.put(self.tensors.draft_limit, slot, 0)
+
     def append_blocks(self, staged: StagedWrites, append: BlockAppend) -> None:
         staged.put(self.tensors.block_table, append.slot, append.block_ids, append.start)

@@ -320,6 +320,7 @@ def _schedule(
         max_tokens,
         options.enable_chunked_prefill,
         num_drafts=num_drafts,
+        adaptive=spec is not None and spec.adaptive,
         drafter_has_kv=spec is not None and spec.head is not None,
     )
 

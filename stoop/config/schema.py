@@ -25,15 +25,24 @@ class ModelSpec:
     num_layers: int
     max_position: int
     dtype: str  # of the checkpoint
+    num_mtp_layers: int = 0  # layers of its own MTP head, as config.json has it
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
 
-DraftMethod = Literal["eagle", "eagle3"]
+DraftMethod = Literal["eagle", "eagle3", "mtp"]
 # How a head picks its drafts: greedy takes the most likely tokens; coupled samples with the noise
 # that will draw the target's tokens, so that similar distributions pick the same; probabilistic
 # samples with its own noise, which needs rejection sampling.
 DraftSampleMethod = Literal["greedy", "coupled", "probabilistic"]
+
+
+@dataclass(frozen=True)
+class DraftTokens:
+    """The tokens that a head drafts, of those in the LM head that it borrows from the target."""
+
+    token_ids: tuple[int, ...] = field(repr=False)  # ascending
+    origin: str  # which ones they are, for the log
 
 
 class HeadSpec(Protocol):
@@ -53,6 +62,16 @@ class HeadSpec(Protocol):
         ...
 
     @property
+    def own_lm_head(self) -> bool:
+        """Whether its checkpoint has an LM head; else it uses the target's."""
+        ...
+
+    @property
+    def draft_tokens(self) -> DraftTokens | None:
+        """The part of the target's LM head that it uses; None for all of it."""
+        ...
+
+    @property
     def hidden_size(self) -> int: ...
 
     @property
@@ -66,8 +85,9 @@ class SpecConfig:
     """The settings of speculative decoding."""
 
     method: str
-    num_drafts: int  # K, drafts per step
-    folder: str | None = None  # of the head
+    num_drafts: int  # K, drafts per step, at most
+    adaptive: bool = False  # fewer where that is faster
+    folder: str | None = None  # of the head; for an MTP head, of the target
     head: HeadSpec | None = None
     draft_sample_method: DraftSampleMethod = "greedy"
     # Benchmarks only: the probability that draft j is accepted, if all before it were.
@@ -116,14 +136,23 @@ class ScheduleConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool = True
-    num_drafts: int = 0  # K
+    num_drafts: int = 0  # K, at most
+    adaptive: bool = False  # steps make fewer drafts where that is faster
     drafter_has_kv: bool = False  # in the same blocks as the target's
     run_ahead: int = 0  # steps in flight besides the one whose result is read next
 
     @property
     def query_len(self) -> int:
-        """Query tokens of a decoding request: its newest token and K drafts."""
+        """Query tokens of a decoding request: its newest token and K drafts, at most."""
         return self.num_drafts + 1
+
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """The numbers of drafts that a step may make, in rising order: 0, 1, 3 and 7, say."""
+        counts = [self.num_drafts]
+        while self.adaptive and counts[-1]:
+            counts.append(counts[-1] // 2)
+        return tuple(reversed(counts))
 
     @property
     def num_lookahead(self) -> int:
@@ -199,7 +228,7 @@ class EngineOptions:
     weight_dtype: str = field(
         default="auto",
         metadata={
-            "help": "dtype of weight matrices in memory: auto (as dtype), or one of those; "
+            "help": "dtype of weight matrices in memory: auto (as dtype), or a dtype; "
             "bfloat16 under float32 halves their memory, and each product casts them"
         },
     )
@@ -213,7 +242,7 @@ class EngineOptions:
     kv_cache_dtype: str = field(
         default="auto",
         metadata={
-            "help": "dtype of the KV cache: auto (as dtype), one of those, or fp8 (e4m3), which "
+            "help": "dtype of the KV cache: auto (as dtype), a dtype, or fp8 (e4m3), which "
             "halves the memory of bfloat16 and rounds keys and values to 4 significant bits"
         },
     )
@@ -282,8 +311,10 @@ class EngineOptions:
         default="auto",
         metadata={
             "help": "speculative decoding: auto (the draft head that comes with the model, if "
-            "there is one and it is faster here), none, or JSON with method (eagle, eagle3 or "
-            "ngram), model (default: the head that comes with the model) and num_speculative_tokens"
+            "there is one and it is faster here), none, or JSON with method (eagle, eagle3, mtp or "
+            "ngram), model (default: the head that comes with the model), num_speculative_tokens "
+            "(drafts per step, at most; on a GPU also auto) and adaptive (fewer drafts where that "
+            "is faster, as heads on a GPU do unless it is false)"
         },
     )
     capture_sizes: str | Sequence[int] | None = field(

@@ -9,9 +9,11 @@ from typing import Any, cast, get_args
 
 from stoop.config.errors import ConfigError
 from stoop.config.schema import DraftMethod, DraftSampleMethod, HeadSpec, SpecConfig
-from stoop.config.values import plain, shown
+from stoop.config.values import is_whole, plain, shown
 
 MAX_DRAFTS = 16
+AUTO = "auto"
+AUTO_DRAFTS = 3  # the most that num_speculative_tokens=auto makes, unless the head's author says so
 HEAD_METHODS = get_args(DraftMethod)
 _headless = ["ngram"]  # methods that draft without a head
 EXAMPLE = '{"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 3}'
@@ -19,18 +21,26 @@ EXAMPLE = '{"method": "eagle3", "model": "path/to/head", "num_speculative_tokens
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The keys, under vLLM's names."""
+    """The keys, under vLLM's names; vLLM has no draft_vocab_size and no draft_vocab."""
 
     method: str | None = None
     model: str | None = None
     revision: str | None = None
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | str | None = None  # or "auto"
+    adaptive: bool | None = None  # None: for heads on a GPU
     draft_sample_method: str | None = None  # None: coupled, except for n-grams
     rejection_sample_method: str = "standard"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: Sequence[float] | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    draft_vocab_size: int | str | None = None  # 0 or "full": all tokens
+    draft_vocab: str | None = None  # file that `stoop draft-vocab` wrote
+
+    @property
+    def drafts_all(self) -> bool:
+        """Whether the user asks for the whole vocabulary."""
+        return self.draft_vocab_size in (0, "full")
 
 
 def declare_method(name: str) -> None:
@@ -80,11 +90,35 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | No
     return options
 
 
+def fixed_drafts(given: Any) -> dict[str, Any] | None:
+    """The same drafter with the most drafts in every step, for engines without decode graphs."""
+    options = parse_speculation(given)
+    if options is None:
+        return None
+    asked = {k: v for k, v in dataclasses.asdict(options).items() if v is not None}
+    if options.num_speculative_tokens == AUTO:
+        asked["num_speculative_tokens"] = AUTO_DRAFTS
+    return {**asked, "adaptive": False}
+
+
 def settle_speculation(
-    options: SpecOptions, head: HeadSpec | None, folder: str | None, proposed: int | None = None
+    options: SpecOptions,
+    head: HeadSpec | None,
+    folder: str | None,
+    proposed: int | None = None,
+    adaptive: bool = False,
 ) -> SpecConfig:
-    """Settle the options. head: the one that was found; proposed: its author's number of drafts"""
-    num_drafts = options.num_speculative_tokens or proposed
+    """Settle the options.
+
+    head: the one that was found; proposed: its author's number of drafts; adaptive: whether the
+    number of drafts varies if the options do not say
+    """
+    asked = options.num_speculative_tokens
+    if asked == AUTO:
+        asked, adaptive = min(proposed or AUTO_DRAFTS, MAX_DRAFTS), True
+    if options.adaptive is not None:
+        adaptive = options.adaptive
+    num_drafts = asked or proposed
     if options.num_speculative_tokens is None and (proposed or 0) > MAX_DRAFTS:
         raise _refuse(
             f"lacks num_speculative_tokens (the head's author proposes {proposed}): set it to the "
@@ -98,10 +132,11 @@ def settle_speculation(
     return SpecConfig(
         method=head.method if head else str(options.method),
         num_drafts=_whole("num_speculative_tokens", num_drafts, 1, MAX_DRAFTS),
+        adaptive=_adaptive(options, adaptive),
         folder=folder,
         head=head,
         draft_sample_method=_draft_sample_method(options, head),
-        synthetic_rates=_synthetic_rates(options, num_drafts),
+        synthetic_rates=_synthetic_rates(options, int(num_drafts)),
         prompt_lookup_min=low,
         prompt_lookup_max=high,
     )
@@ -121,14 +156,26 @@ def _check(options: SpecOptions) -> None:
         if getattr(options, name) not in choices:
             allowed = " or ".join(str(choice) for choice in choices if choice)
             raise _refuse(f"has {name}={shown(getattr(options, name))}: use {allowed}")
-    for name in ("model", "revision"):
+    for name in ("model", "revision", "draft_vocab"):
         if not isinstance(getattr(options, name), str | None):
             raise _refuse(f"has {name}={shown(getattr(options, name))}: use text")
-    if options.num_speculative_tokens is not None:
+    if not isinstance(options.adaptive, bool | None):
+        raise _refuse(f"has adaptive={shown(options.adaptive)}: use true or false")
+    if options.num_speculative_tokens == AUTO:
+        if options.adaptive is False:
+            raise _refuse(
+                "has num_speculative_tokens=auto with adaptive=false: give a number of drafts"
+            )
+    elif options.num_speculative_tokens is not None:
         _whole("num_speculative_tokens", options.num_speculative_tokens, 1, MAX_DRAFTS)
     method, headless = options.method, not needs_head(options)
     if options == SpecOptions():
         raise _refuse(f"is empty: write an object such as {EXAMPLE}")
+    if method == "mtp" and (options.model is not None or options.revision is not None):
+        raise _refuse(
+            "has a model or revision with method mtp, whose head is in the target's own "
+            "checkpoint: leave it out"
+        )
     if not headless and options.revision is not None and options.model is None:
         raise _refuse("has a revision without a model: name the draft head")
     if headless and (options.model is not None or options.revision is not None):
@@ -145,9 +192,14 @@ def _check(options: SpecOptions) -> None:
             f"has rejection_sample_method=synthetic with method {method}, which may find no "
             "drafts: use a head"
         )
+    _check_draft_vocab(options, headless)
     looked_up = (options.prompt_lookup_min, options.prompt_lookup_max) != (None, None)
     if looked_up and method != "ngram":
         raise _refuse("has prompt_lookup_min or _max, which belong to method ngram: leave them out")
+    _check_synthetic(options)
+
+
+def _check_synthetic(options: SpecOptions) -> None:
     synthetic = (options.synthetic_acceptance_length, options.synthetic_acceptance_rates)
     if options.rejection_sample_method == "synthetic" and synthetic.count(None) != 1:
         raise _refuse(
@@ -161,10 +213,42 @@ def _check(options: SpecOptions) -> None:
         )
 
 
+def _check_draft_vocab(options: SpecOptions, headless: bool) -> None:
+    size = options.draft_vocab_size
+    if headless and (size, options.draft_vocab) != (None, None):
+        raise _refuse(
+            f"has draft_vocab_size or draft_vocab with method {options.method}, which has no head: "
+            "leave them out"
+        )
+    if size is None:
+        return
+    if size != "full" and (not is_whole(size) or size < 0):
+        raise _refuse(
+            f'has draft_vocab_size={shown(size)}: use a number of tokens, or "full" for all'
+        )
+    if options.drafts_all and options.draft_vocab is not None:
+        raise _refuse(
+            f"has draft_vocab with draft_vocab_size={shown(size)}, which drafts all tokens: leave "
+            "out one of them"
+        )
+
+
 def _draft_sample_method(options: SpecOptions, head: HeadSpec | None) -> DraftSampleMethod:
     if options.draft_sample_method is None:
         return "coupled" if head else "greedy"
     return cast(DraftSampleMethod, options.draft_sample_method)
+
+
+def _adaptive(options: SpecOptions, wanted: bool) -> bool:
+    """Drafts that are drawn by themselves decide which of several texts a seed gives."""
+    if not wanted or options.draft_sample_method != "probabilistic":
+        return wanted
+    if options.adaptive or options.num_speculative_tokens == AUTO:
+        raise _refuse(
+            "has adaptive drafts with draft_sample_method=probabilistic, whose text would depend "
+            "on their number: use coupled or greedy, or a fixed number"
+        )
+    return False
 
 
 def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:
@@ -213,5 +297,6 @@ def _is_number(value: object) -> bool:
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise _refuse(f"has {name}={shown(value)}: use a whole number from {low} to {high}")
+        other = ", or auto" if name == "num_speculative_tokens" else ""
+        raise _refuse(f"has {name}={shown(value)}: use a whole number from {low} to {high}{other}")
     return value

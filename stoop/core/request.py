@@ -90,6 +90,9 @@ class Request:
     num_due: int = 0  # how many of these steps are sure to produce a token
     block_ids: list[int] = field(default_factory=list)
     num_offered_blocks: int = 0  # full blocks already given to the prefix cache
+    num_drafter_kv: int | None = None  # tokens that the drafter has KV of; None: all
+    num_drafted: int = 0  # steps that verified drafts of it, in all stays
+    num_first_accepted: int = 0  # of these, how many accepted the first one
     prefix_nodes: list[PrefixNode] = field(default_factory=list)  # of full blocks, in order
 
     def __post_init__(self) -> None:
@@ -116,6 +119,19 @@ class Request:
         self.num_due += max_new_tokens > 0
         self.num_computed += num_tokens
 
+    def lose_drafter_kv(self) -> bool:
+        """The next step computes its token without the drafter. Returns whether that is new."""
+        if self.num_drafter_kv is not None:
+            return False
+        # Steps in flight are followed by the drafter: at least one token each.
+        known = len(self.token_ids) + self.num_due - 1
+        self.num_drafter_kv = min(known, self.num_computed)
+        return True
+
+    def lacks_drafter_kv(self, num_tokens: int) -> bool:
+        """Whether the drafter has KV of fewer than its first `num_tokens` tokens."""
+        return self.num_drafter_kv is not None and self.num_drafter_kv < num_tokens
+
     def land(self) -> None:
         """Record that the result of the oldest step in flight has arrived."""
         max_new_tokens = self.in_flight.popleft()
@@ -126,6 +142,7 @@ class Request:
         """Keep nothing but the tokens; results of steps in flight are ignored from here on."""
         self.block_ids = []
         self.num_offered_blocks = 0
+        self.num_drafter_kv = None
         self.num_computed = 0
         self.in_flight.clear()
         self.num_pending = self.num_due = 0

@@ -74,6 +74,8 @@ class StepPlan:
 
     index: int
     rows: list[PlannedRow]  # decodes first
+    num_drafts: int = 0  # drafts that it makes
+    no_drafts: list[int] = field(default_factory=list)  # slots that get none from now on
     admissions: list[Admission] = field(default_factory=list)
     block_appends: list[BlockAppend] = field(default_factory=list)
     # Blocks that requests get in this step, less cached prefixes. Empty if none must be zeroed.

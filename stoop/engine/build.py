@@ -1,5 +1,6 @@
 """From options to an engine core: find the model, settle the configuration, load."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from stoop.engine import draft_trial
 from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
 from stoop.engine.choose_weights import choose_packed
 from stoop.engine.core import EngineCore
+from stoop.engine.draft_policy import AdaptiveDrafts, StepTimes, usual_rates
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.uniproc import UniprocExecutor
 from stoop.models.registry import read_model_spec
 from stoop.worker.device import find_device
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,35 @@ class CoreBuilder:
         executor = UniprocExecutor(config, self._report)
         core = EngineCore(config.schedule, config.cache, executor)
         core.trial = _make_trial(config, choice)
+        if config.schedule.adaptive:
+            core.drafts = _make_policy(config, choice, executor)
         return BuiltCore(config, executor, core)
+
+
+def _make_policy(
+    config: Config, choice: DrafterChoice, executor: UniprocExecutor
+) -> AdaptiveDrafts | None:
+    """Times every decode graph."""
+    runner, schedule = executor.runner, config.schedule
+    times = runner.time_decodes()
+    if {num_drafts for _, num_drafts in times} != set(schedule.draft_counts):
+        log.warning(
+            "every step makes %d drafts: their number varies only where decode batches of all "
+            "sizes are captured (graph_mode=full or step, and a backend that allows it)",
+            schedule.num_drafts,
+        )
+        return None
+    made = AdaptiveDrafts(
+        StepTimes(times),
+        schedule.draft_counts,
+        usual_rates(choice.usual_tokens, schedule.num_drafts),
+        host_computes=config.device.device == "cpu",
+        position_limit=config.head.max_position if config.head else schedule.max_model_len,
+        has_kv=schedule.drafter_has_kv,
+        keeps_prefixes=config.cache.enable_prefix_caching and executor.caches_prefixes,
+    )
+    log.info("drafts per step: %s", made.describe())
+    return made
 
 
 def _make_trial(config: Config, choice: DrafterChoice) -> DraftTrial | None:

@@ -1,8 +1,10 @@
-"""Chooses an engine's drafter: the one the user asked for, or the head that ships with the model.
+"""Chooses an engine's drafter: the one the user asked for, or the head that comes with the model.
 
-A shipped head exists to make its model faster. On a GPU it does. On a CPU, where verifying more
-tokens takes more time, the engine measures while it runs (see `draft_trial`) and keeps the result
-for the next start. Nothing is measured before the first answer.
+A head comes with a model if it ships with stoop, or as an MTP head in the model's own checkpoint.
+It exists to make its model faster. On a GPU it does. On a CPU, where verifying more tokens takes
+more time, the engine measures while it runs (see `draft_trial`) and keeps the result for the next
+start. Nothing is measured before the first answer. How many drafts of an MTP head are usually
+accepted is not known, so that on a CPU it drafts only if the user asks for it.
 """
 
 from collections.abc import Sequence
@@ -13,8 +15,10 @@ from typing import Any
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.shipped import acceptance_lengths, shipped_head
 from stoop.config.errors import ConfigError
-from stoop.config.schema import EngineOptions, ModelSpec, SpecConfig
+from stoop.config.resolve import default_graph_mode
+from stoop.config.schema import EngineOptions, HeadSpec, ModelSpec, SpecConfig
 from stoop.config.speculation import (
+    AUTO,
     SpecOptions,
     asks_for_auto,
     needs_head,
@@ -23,11 +27,16 @@ from stoop.config.speculation import (
 )
 from stoop.core.report import Report
 from stoop.engine.draft_costs import CostStore, DraftCosts
+from stoop.models.draft_vocab import cut_vocabulary
 from stoop.models.head_config import read_head_spec
 from stoop.models.head_source import proposed_drafts
+from stoop.models.mtp_config import has_mtp_head, read_mtp_spec
+from stoop.models.registry import read_model_spec
+from stoop.ops.packed import TILE
 
 CPU_DRAFTS = 3  # where nothing has been measured yet, and the maximum
-GPU_DRAFTS = 4  # the fastest of 2 to 6, or within 3 % of it, for one request on an H200
+GPU_DRAFTS = 3  # at most: as fast as 4 for one request on an H200, and faster for several
+MTP_DRAFTS = 3  # later drafts of a head that was trained to make one are seldom right
 MIN_GAIN = 1.05  # a head with less gain is not worth its memory
 AS_GOOD = 0.95  # share of the best gain that counts as equally good
 
@@ -47,9 +56,14 @@ def expand_auto(given: Any, model: str, device: str) -> Any:
     """Replace "auto" by the model's head, whether it pays or not; None if there is no head."""
     if not asks_for_auto(given):
         return given
-    folder = shipped_head(resolve_model(model))
-    num_drafts = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
-    return folder and {"model": str(folder), "num_speculative_tokens": num_drafts}
+    target = resolve_model(model)
+    folder = shipped_head(target)
+    if folder is not None:
+        num_drafts = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
+        return {"model": str(folder), "num_speculative_tokens": num_drafts}
+    if has_mtp_head(target, read_model_spec(target)):
+        return {"method": "mtp", "num_speculative_tokens": MTP_DRAFTS}
+    return None
 
 
 def choose_drafter(
@@ -64,11 +78,16 @@ def choose_drafter(
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
         if asked is not None and asked.model is None and needs_head(asked):
-            asked = replace(asked, model=str(_own_head(target)))
-        return DrafterChoice(_settle(asked, options, model, report) if asked else None)
-    folder = shipped_head(target)
-    if folder is None or options.load_format == "dummy":
+            asked = _with_own_head(asked, model, target)
+        if asked is None:
+            return DrafterChoice(None)
+        spec = _settle(asked, options, model, target, report, device, packed)
+        return DrafterChoice(spec)
+    if options.load_format == "dummy":
         return DrafterChoice(None)
+    folder = shipped_head(target)
+    if folder is None:
+        return _choose_mtp(options, model, target, device, report)
     num_drafts, note, store, known = GPU_DRAFTS, "the head that ships with stoop", None, False
     lengths = acceptance_lengths(folder)
     if device == "cpu":
@@ -80,17 +99,36 @@ def choose_drafter(
             return DrafterChoice(None, why)
         note += why
     wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
-    return DrafterChoice(_settle(wanted, options, model, report), note, store, lengths, known)
+    spec = _settle(wanted, options, model, target, report, device, packed)
+    return DrafterChoice(spec, note, store, lengths, known)
 
 
-def _own_head(target: Path) -> Path:
+def _choose_mtp(
+    options: EngineOptions, model: ModelSpec, target: Path, device: str, report: Report | None
+) -> DrafterChoice:
+    if not has_mtp_head(target, model):
+        return DrafterChoice(None)
+    if device == "cpu":
+        note = 'on a CPU the model\'s MTP head drafts if asked to (-sc \'{"method": "mtp"}\')'
+        return DrafterChoice(None, note)
+    # Weights are packed on CPUs only.
+    spec = _settle(SpecOptions("mtp"), options, model, target, report, device, packed=False)
+    return DrafterChoice(spec, "the model's own head")
+
+
+def _with_own_head(asked: SpecOptions, model: ModelSpec, target: Path) -> SpecOptions:
+    """The options with the head that comes with the model."""
+    if asked.method == "mtp":
+        return asked
     folder = shipped_head(target)
-    if folder is None:
-        raise ConfigError(
-            "speculative_config lacks model, and no head ships with this model: name the draft "
-            'head, or use {"method": "ngram"}'
-        )
-    return folder
+    if folder is not None:
+        return replace(asked, model=str(folder))
+    if asked.method is None and has_mtp_head(target, model):
+        return replace(asked, method="mtp")
+    raise ConfigError(
+        "speculative_config lacks model, and no head ships with this model: name the draft head, "
+        'or use {"method": "ngram"}'
+    )
 
 
 def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int, str]:
@@ -108,15 +146,50 @@ def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int
 
 
 def _settle(
-    wanted: SpecOptions, options: EngineOptions, model: ModelSpec, report: Report | None
+    wanted: SpecOptions,
+    options: EngineOptions,
+    model: ModelSpec,
+    target: Path,
+    report: Report | None,
+    device: str,
+    packed: bool,
 ) -> SpecConfig:
     """Settle all options; a head is read and checked against the target."""
+    dummy, multiple = options.load_format == "dummy", TILE if packed else 1
+    adaptive = _captures_decodes(options, device) and device != "cpu"
+    if wanted.method == "mtp":
+        own = read_mtp_spec(target, model, dummy=dummy)
+        cut = cut_vocabulary(own, model, wanted, target, multiple)
+        spec = settle_speculation(wanted, cut, str(target), MTP_DRAFTS, adaptive)
+        return _check_adaptive(spec, wanted, options, device)
     if wanted.model is None:
-        return settle_speculation(wanted, None, None)
+        return _check_adaptive(settle_speculation(wanted, None, None), wanted, options, device)
     folder = resolve_model(wanted.model, revision=wanted.revision, report=report)
-    dummy = options.load_format == "dummy"
-    head = read_head_spec(folder, model, wanted.method, dummy=dummy)
-    return settle_speculation(wanted, head, str(folder), proposed_drafts(folder))
+    head: HeadSpec = read_head_spec(folder, model, wanted.method, dummy=dummy)
+    head = cut_vocabulary(head, model, wanted, folder, multiple)
+    proposed = proposed_drafts(folder)
+    spec = settle_speculation(wanted, head, str(folder), proposed, adaptive)
+    return _check_adaptive(spec, wanted, options, device)
+
+
+def _captures_decodes(options: EngineOptions, device: str) -> bool:
+    mode = options.graph_mode
+    return (default_graph_mode(device) if mode == "auto" else mode) not in ("none", "piecewise")
+
+
+def _check_adaptive(
+    spec: SpecConfig, wanted: SpecOptions, options: EngineOptions, device: str
+) -> SpecConfig:
+    if spec.adaptive and not _captures_decodes(options, device):
+        asked = "adaptive=true"
+        if wanted.num_speculative_tokens == AUTO:
+            asked = "num_speculative_tokens=auto"
+        raise ConfigError(
+            f"speculative_config has {asked}, which needs graphs of decode batches: give a fixed "
+            "number of drafts, or set graph_mode to step or full (without speculative_config, a "
+            "CPU measures whether drafts pay)"
+        )
+    return spec
 
 
 def choose_drafts(times: Sequence[float], lengths: Sequence[float]) -> tuple[int, float]:

@@ -19,6 +19,7 @@ from stoop.core.messages import Delta, EngineRequest
 from stoop.core.request import PromptLimits, Request
 from stoop.core.step import StepPlan, StepResult
 from stoop.engine.compiling import CompilingRequests
+from stoop.engine.draft_policy import DraftPolicy, StepTime
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.executor import Executor, StepHandle
 from stoop.scheduler.hybrid import HybridScheduler
@@ -40,11 +41,13 @@ class EngineCore:
         self.scheduler = _make_scheduler(schedule, cache, executor)
         self.compiling = CompilingRequests(executor)
         self.trial: DraftTrial | None = None  # where it is open whether drafts pay
+        self.drafts: DraftPolicy | None = None  # chooses how many drafts each step makes
         self._run_ahead = schedule.run_ahead
         self._num_drafts = schedule.num_drafts
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._at_hand: StepPlan | None = None
         self._step_seconds = 0.0  # in all steps since the start
+        self._landed: float | None = None  # when the last result came, if there is work since
 
     # ---- requests ----
 
@@ -97,10 +100,13 @@ class EngineCore:
             self._check_idle()
             return failed
         if self.trial is not None:
-            self.scheduler.verify_drafts = not self.trial.wants_plain()
-            self.scheduler.drafting = self.executor.drafting = self.trial.pays
+            self.scheduler.num_places = 0 if self.trial.wants_plain() else self._num_drafts
+            self.scheduler.num_drafts = self._num_drafts if self.trial.pays else 0
+            self.scheduler.keeps_drafter_kv = not self.trial.hopeless
         started = time.perf_counter()
         while self._may_launch():
+            if self.drafts is not None:
+                self.drafts.choose(self.scheduler)
             plan = self.scheduler.schedule(results_pending=bool(self._in_flight))
             if plan is None:
                 break
@@ -108,14 +114,22 @@ class EngineCore:
             self._in_flight.append((plan, self.executor.launch(plan)))
         assert self._in_flight, "there is work, yet nothing could be scheduled"
         self._at_hand, launched = self._in_flight[0]
+        waited = self.executor.waited
         result = launched.result()
         self._in_flight.popleft()
+        if self.drafts is not None:
+            self.drafts.note(self._at_hand, result, self._time_step(self.executor.waited - waited))
         if self.trial is not None:
             self._note_trial(self.trial, self._at_hand, result, time.perf_counter() - started)
         deltas = self.scheduler.update(result)
         self._check_idle()
         self._step_seconds += time.perf_counter() - started
         return deltas
+
+    def _time_step(self, waited: float) -> StepTime | None:
+        """The time since the result before, of which the host waited so long."""
+        before, self._landed = self._landed, time.perf_counter()
+        return None if before is None else StepTime(self._landed - before, waited)
 
     def _admit_compiled(self) -> list[Delta]:
         """Queue the requests whose grammar is compiled; returns the deltas of those that failed.
@@ -157,6 +171,7 @@ class EngineCore:
 
     def _check_idle(self) -> None:
         if not self.has_work:
+            self._landed = None
             self.scheduler.check_idle()
             if self.trial is not None:
                 self.trial.note_idle()
@@ -182,7 +197,7 @@ class EngineCore:
 
         May be interrupted and repeated.
         """
-        self._at_hand = None
+        self._at_hand = self._landed = None
         self._in_flight.clear()
         self.executor.forget_rows()
         request_ids = list(request_ids)
@@ -202,10 +217,11 @@ class EngineCore:
             "num_steps": stats.num_steps,
             "step_seconds_total": self._step_seconds,
             **self.executor.metrics(),
-            "drafting": self._num_drafts > 0 and self.scheduler.drafting,
+            "drafting": self.scheduler.num_drafts > 0,
             "num_prompt_tokens": stats.num_prompt_tokens,
             "num_generated_tokens": stats.num_generated_tokens,
             "num_preemptions": stats.num_preemptions,
+            "num_computed_again": stats.num_computed_again,
             "prefix_cache_queried_tokens": cache.num_queried_tokens,
             "prefix_cache_hit_tokens": cache.num_hit_tokens,
             "state_cache_snapshots": snapshots.num_snapshots,
@@ -213,6 +229,9 @@ class EngineCore:
             "state_cache_snapshots_taken": snapshots.num_taken,
             "state_cache_snapshots_restored": snapshots.num_restored,
             **stats.spec.as_metrics(),
+            "num_steps_by_drafts": dict(stats.num_steps_by_drafts),
+            "num_drafts_not_made": stats.num_drafts_not_made,
+            **(self.drafts.metrics() if self.drafts else {}),
             "max_num_seqs": scheduler.config.max_num_seqs,
             "kv_cache_usage": pool.num_used / pool.num_usable,
             "kv_cache_blocks": pool.num_usable,

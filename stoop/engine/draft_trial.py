@@ -39,7 +39,7 @@ class DraftTrial:
         self.usual_tokens = usual_tokens[min(num_drafts, len(usual_tokens)) - 1]
         self.pays = True
         self.early_gap = EARLY_GAP
-        self._hopeless = False
+        self.hopeless = False  # drafts are off for good
         self._keep = keep
         self._plain: deque[float] = deque(maxlen=KEPT)  # seconds
         self._drafted: deque[float] = deque(maxlen=4 * KEPT)
@@ -87,7 +87,7 @@ class DraftTrial:
     def note_idle(self) -> None:
         """No requests are left, and drafts may be accepted more often in the next ones."""
         self._restart_acceptance()
-        self.pays = not self._hopeless
+        self.pays = not self.hopeless
 
     def costs(self) -> DraftCosts:
         """The medians of the newest samples."""
@@ -99,11 +99,11 @@ class DraftTrial:
         if tokens * costs.plain_ms >= WORTH_IT * costs.drafted_ms:
             return
         self.pays = False
-        self._hopeless = self.usual_tokens * costs.plain_ms < WORTH_IT * costs.drafted_ms
+        self.hopeless = self.usual_tokens * costs.plain_ms < WORTH_IT * costs.drafted_ms
         log.warning(
             "speculative decoding is off %s: a step takes %.0f ms with K = %d and %.0f ms without, "
             "and yields %.1f tokens (to keep it on, name a drafter in speculative_config)",
-            "from now on" if self._hopeless else "until these requests are done",
+            "from now on" if self.hopeless else "until these requests are done",
             costs.drafted_ms,
             self.num_drafts,
             costs.plain_ms,

@@ -42,8 +42,6 @@ class PendingGrammar(Protocol):
 class Executor(Protocol):
     """Runs the steps of one model."""
 
-    drafting: bool  # whether steps make drafts
-
     @property
     def num_blocks(self) -> int:
         """KV blocks, the null block included."""
@@ -62,6 +60,11 @@ class Executor(Protocol):
     @property
     def num_snapshots(self) -> int:
         """Snapshots of recurrent state that plans may copy to and from."""
+        ...
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the host has waited for results so far; 0 where it computes them itself."""
         ...
 
     @property

@@ -22,7 +22,7 @@ class BatchShape:
 
     num_reqs: int
     num_tokens: int
-    decode: bool  # every request has exactly the decode query length, and none is in its prompt
+    decode: bool  # every request has equally many tokens, and none is in its prompt
     sampling: SamplingKind
     masked: bool = False  # a request has a grammar, so the host acts before phase V
 
@@ -31,12 +31,14 @@ class Dispatcher:
     """Picks a decode graph by the number of requests, any other by the number of tokens."""
 
     def __init__(self, descriptors: Iterable[BatchExecutionDescriptor]) -> None:
-        # By what a graph of the whole step holds; other graphs serve every batch.
-        self._decode: dict[tuple[SamplingKind | None, bool], list[BatchExecutionDescriptor]] = {}
+        # By query length, and by what a graph of the whole step holds; others serve every batch.
+        self._decode: dict[
+            tuple[int, SamplingKind | None, bool], list[BatchExecutionDescriptor]
+        ] = {}
         self._mixed: list[BatchExecutionDescriptor] = []
         for descriptor in descriptors:
             if descriptor.query_len is not None:
-                holds = (descriptor.sampling, descriptor.masked)
+                holds = (descriptor.query_len, descriptor.sampling, descriptor.masked)
                 self._decode.setdefault(holds, []).append(descriptor)
             else:
                 self._mixed.append(descriptor)
@@ -48,8 +50,9 @@ class Dispatcher:
     def dispatch(self, shape: BatchShape) -> BatchExecutionDescriptor:
         """The descriptor for a batch: decode graphs before mixed ones, eager if none fits."""
         if shape.decode:
+            query_len = shape.num_tokens // shape.num_reqs
             for holds in ((shape.sampling, shape.masked), (None, False)):
-                found = _fitting(self._decode.get(holds, []), shape)
+                found = _fitting(self._decode.get((query_len, *holds), []), shape)
                 if found:
                     return found
         found = _fitting(self._mixed, shape)

@@ -81,7 +81,7 @@ class Phase:
     forward: bool = False  # a pass through layers, which is worth its own graph
     lane: Lane | None = None  # None for the target's
     times: int = 1  # runs per step, each with its own metadata
-    drafts: bool = False  # part of drafting, which a step may skip
+    drafts: int = 0  # the first draft that it makes, counted from 1; 0: it is no part of drafting
     title: str = ""  # in messages
     host_call: HostCall | None = None  # called on the host right before it; graphs end there
     mask_call: HostCall | None = None  # the host call of masked batches alone
@@ -91,6 +91,14 @@ class Phase:
         if not masked or self.mask_call is None:
             return self
         return replace(self, host_call=self.mask_call)
+
+    def for_drafts(self, num_drafts: int) -> "Phase | None":
+        """The phase in a step that makes so many drafts; None if such a step leaves it out."""
+        if self.drafts > num_drafts:
+            return None
+        if not self.drafts or self.lane is None:
+            return self
+        return replace(self, times=num_drafts - self.drafts + 1)
 
     @property
     def joins(self) -> bool:

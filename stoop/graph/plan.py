@@ -11,12 +11,14 @@ from stoop.graph.support import GraphSupport
 
 log = logging.getLogger(__name__)
 
+MANY_TOKENS = 512  # verified in one step
+
 
 @dataclass(frozen=True)
 class GraphLimits:
     max_reqs: int
     max_tokens: int
-    query_len: int  # query tokens of a request in a decode batch
+    query_lens: tuple[int, ...]  # query tokens of a request in decode batches, in rising order
     sizes: tuple[int, ...] | None  # from the user; None for the defaults
     max_default: int = MAX_DEFAULT_SIZE  # the largest of the defaults
     masked: bool = False  # whole steps with masks of the host are captured, too
@@ -25,7 +27,7 @@ class GraphLimits:
 def plan_graphs(
     mode: GraphMode, support: GraphSupport, limits: GraphLimits
 ) -> list[BatchExecutionDescriptor]:
-    decode = mode.decode_mode(support, limits.query_len)
+    decode = mode.decode_mode(support, limits.query_lens[-1])
     mixed = mode.mixed_mode(support)
     log.info(
         "graph mode %s: decode %s, mixed %s (the weakest attention backend declares %s)",
@@ -40,7 +42,7 @@ def plan_graphs(
         if not descriptors:
             log.warning(
                 "no graph for decode batches: capture_sizes has no number of requests up to %d",
-                min(limits.max_reqs, limits.max_tokens // limits.query_len),
+                min(limits.max_reqs, limits.max_tokens // limits.query_lens[-1]),
             )
     if mixed is not RunMode.NONE or decode is RunMode.PIECEWISE:
         descriptors += _mixed_descriptors(mixed if mixed is not RunMode.NONE else decode, limits)
@@ -48,14 +50,14 @@ def plan_graphs(
 
 
 def _decode_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutionDescriptor]:
-    query_len = limits.query_len
     kinds: list[tuple[SamplingKind | None, bool]] = [(None, False)]
     if mode is RunMode.STEP:
         masked = (False, True) if limits.masked else (False,)
         kinds = [(kind, each) for each in masked for kind in SamplingKind]
     return [
         BatchExecutionDescriptor(mode, reqs * query_len, reqs, query_len, kind, masked)
-        for reqs in _sizes(limits, min(limits.max_reqs, limits.max_tokens // query_len))
+        for query_len in limits.query_lens
+        for reqs in _decode_sizes(limits, query_len)
         for kind, masked in kinds
     ]
 
@@ -67,6 +69,18 @@ def _mixed_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutio
         )
         for tokens in _sizes(limits, limits.max_tokens)
     ]
+
+
+def _decode_sizes(limits: GraphLimits, query_len: int) -> list[int]:
+    """Numbers of requests. Where the number of drafts varies, many tokens are verified for few
+    requests only: more take a GPU as many times as long as they are."""
+    most = min(limits.max_reqs, limits.max_tokens // query_len)
+    found = _sizes(limits, most)
+    if len(limits.query_lens) == 1 or query_len == 1 or limits.sizes is not None:
+        return found
+    fits = [size for size in found if size * query_len <= MANY_TOKENS] or found[:1]
+    # Few of the large ones, or a start would take twice as long: to pad costs less.
+    return [size for size in fits if size <= 16 or size % 32 == 0 or size == fits[-1]]
 
 
 def _sizes(limits: GraphLimits, limit: int) -> list[int]:

@@ -52,12 +52,12 @@ class Verifier:
         state, slots = sampler.state, sampler.slots
         device = slots.token_ids.device
         self.rates: Tensor | None = None
-        self.accepts_none: Tensor | None = None  # [slots + 1, K] bool
+        self.accepts_none: Tensor | None = None  # [(slots + 1) * K] bool
         if spec and spec.synthetic_rates is not None:
             self.rates = torch.tensor(spec.synthetic_rates, device=device)
             if not any(spec.synthetic_rates):  # spare benchmarks the random numbers
                 rows = state.seeds.shape[0]
-                self.accepts_none = torch.zeros(rows, self.num_drafts, device=device).bool()
+                self.accepts_none = torch.zeros(rows * self.num_drafts, device=device).bool()
         # The logits that each draft was drawn from, by slot; only `probabilistic` drafts need them.
         self.draft_logits: Tensor | None = None
         if spec and spec.draft_sample_method == "probabilistic":
@@ -86,13 +86,15 @@ class Verifier:
             chosen = self.sampler.draw(logits, where, needs, checks=True)
         chosen = chosen.view(batch.num_reqs_padded, -1)
         accepts: Tensor | None = None
-        if chosen.shape[1] > 1 and self.accepts_none is not None:
-            accepts = self.accepts_none[: chosen.shape[0]]
-        elif chosen.shape[1] > 1 and self.rates is not None:
-            rows = _Rows(self.sampler, batch, self.num_drafts)
-            accepts = ops.accept_at_rate(self.rates, rows.seeds, rows.num_tokens)
-        elif chosen.shape[1] > 1 and needs.noise and self.draft_logits is not None:
-            rows = _Rows(self.sampler, batch, self.num_drafts)
+        count, num_drafts = chosen.shape[0], chosen.shape[1] - 1
+        if num_drafts and self.accepts_none is not None:
+            accepts = self.accepts_none[: count * num_drafts].view(count, num_drafts)
+        elif num_drafts and self.rates is not None:
+            rows = _Rows(self.sampler, batch, num_drafts)
+            rates = self.rates[:num_drafts]
+            accepts = ops.accept_at_rate(rates, rows.seeds, rows.num_tokens)
+        elif num_drafts and needs.noise and self.draft_logits is not None:
+            rows = _Rows(self.sampler, batch, num_drafts)
             accepts, chosen = self._by_ratio(logits, chosen, rows)
         ops.write_verdict(
             chosen,
@@ -116,7 +118,7 @@ class Verifier:
             rows.slot,
         )
         # A position without a draft has no residual: it is drawn as in plain decoding.
-        number = torch.arange(self.num_drafts, device=chosen.device)
+        number = torch.arange(chosen.shape[1] - 1, device=chosen.device)
         drafted = number < rows.num_drafts[:, None]
         noisy = (rows.temperature > 0)[:, None]
         replaced = noisy & drafted & (chosen[:, :-1] >= 0)

@@ -199,7 +199,7 @@ class HybridScheduler(Scheduler):
         """
         stay, before = self._stays[request], self._known_before
         # A step that ends a prompt may have been a long chunk, which logs nothing.
-        if before is None or before <= stay.known or not self.drafting:
+        if before is None or before <= stay.known or request.num_drafter_kv is not None:
             return
         checkpoint, length = before - 1, self._last_boundary(request.num_tokens)
         if length < checkpoint or self._expects(request, length):

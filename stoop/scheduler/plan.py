@@ -1,9 +1,11 @@
 """A step's plan while the scheduler makes it, and what it has counted."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from stoop.core.outputs import SpecCounts
 from stoop.core.request import Request
+from stoop.core.step import BlockAppend
 
 
 @dataclass
@@ -12,10 +14,18 @@ class SchedulerStats:
 
     num_steps: int = 0
     num_preemptions: int = 0
+    num_computed_again: int = 0  # requests, so that the drafter gets the KV it lacks
     num_finished: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     spec: SpecCounts = field(default_factory=SpecCounts)
+    num_steps_by_drafts: dict[int, int] = field(default_factory=dict)  # made for each request
+    num_drafts_not_made: int = 0  # in steps that made fewer than the most
+
+    def add_step(self, num_rows: int, num_drafts: int, most: int) -> None:
+        self.num_steps += 1
+        self.num_steps_by_drafts[num_drafts] = self.num_steps_by_drafts.get(num_drafts, 0) + 1
+        self.num_drafts_not_made += num_rows * (most - num_drafts)
 
 
 class PlanBuilder:
@@ -31,6 +41,22 @@ class PlanBuilder:
     def add(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled[request] = num_tokens
         self.budget -= num_tokens
+
+    def block_appends(self) -> Iterator[BlockAppend]:
+        for request in self.admitted:
+            yield BlockAppend(request.slot, 0, list(request.block_ids))
+        for request, start in self.appended.items():
+            if request not in self.admitted:
+                yield BlockAppend(request.slot, start, request.block_ids[start:])
+
+    def new_blocks(self) -> list[int]:
+        """The blocks that this step allocates, by their holders at the end of planning.
+
+        A request that was preempted again has none, and its blocks may have another holder.
+        """
+        return [
+            block for request, start in self.appended.items() for block in request.block_ids[start:]
+        ]
 
     def remove(self, request: Request) -> None:
         self.budget += self.num_scheduled.pop(request, 0)

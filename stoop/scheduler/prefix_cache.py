@@ -85,7 +85,10 @@ class PrefixCache:
         if not self.enabled:
             return
         # The newest token's KV is not written yet; a step in flight may find the request ended.
-        num_full = min(request.num_computed, len(request.token_ids) - 1) // self.block_size
+        num_valid = min(request.num_computed, len(request.token_ids) - 1)
+        if request.num_drafter_kv is not None:  # later ones would be of no use to a drafter
+            num_valid = min(num_valid, request.num_drafter_kv)
+        num_full = num_valid // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
             node = self.node(request, index)

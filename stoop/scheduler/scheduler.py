@@ -22,7 +22,7 @@ from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta
 from stoop.core.outputs import SpecCounts
 from stoop.core.request import PromptLimits, Request, RequestStatus
-from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
+from stoop.core.step import Admission, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.plan import PlanBuilder, SchedulerStats
 from stoop.scheduler.prefix_cache import PrefixCache
@@ -42,7 +42,7 @@ class Scheduler:
         self, config: ScheduleConfig, cache: CacheConfig, num_blocks: int, num_snapshots: int = 0
     ) -> None:
         self.config = config
-        self._query_len, self._num_lookahead = config.query_len, config.num_lookahead
+        self._num_lookahead = config.num_lookahead
         self.block_size = cache.block_size
         self._zero_new_blocks = cache.zero_new_blocks
         self.pool = BlockPool(num_blocks)
@@ -55,8 +55,11 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order
         self._requests: dict[str, Request] = {}
-        self.verify_drafts = True  # whether decodes in the next step have places for drafts
-        self.drafting = True  # whether steps keep the drafter's KV up to date
+        # Of the next step. In a graph of a whole step both numbers are the same.
+        self.num_places = config.num_drafts  # drafts that a decode has places for
+        self.num_drafts = config.num_drafts  # drafts that it makes
+        self.redraft = False  # whether to compute again what the drafter lacks KV of
+        self.keeps_drafter_kv = True  # whether prompts get it even if no drafts are made
         self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._num_arrivals = 0
         self._epochs = itertools.count()  # never repeats, even if a request id does
@@ -141,6 +144,11 @@ class Scheduler:
 
     def schedule(self, *, results_pending: bool = False) -> StepPlan | None:
         """The next step; None if nothing can be done before the next result is known."""
+        if self.redraft:
+            if results_pending:
+                return None
+            self._compute_again(self.undrafted)
+            self.redraft = False
         todo = self._order_running()
         if results_pending and self._lacks_blocks(todo):
             return None
@@ -182,11 +190,8 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Without requests, no block and no slot is held. Compares counts only, to be cheap."""
-        assert not self.has_work and not self._requests, (
-            len(self.waiting),
-            len(self.running),
-            list(self._requests),
-        )
+        counts = (len(self.waiting), len(self.running), list(self._requests))
+        assert not self.has_work and not self._requests, counts
         assert self.pool.num_free == self.pool.num_usable, (self.pool.num_free, self.pool.num_used)
         assert len(self._free_slots) == self.config.max_num_seqs
 
@@ -205,8 +210,7 @@ class Scheduler:
             if remaining == 1:
                 # A decode has places for all drafts, whether it has that many or not.
                 after_prompt = request.num_computed >= request.num_prompt_tokens
-                drafts = after_prompt and self.verify_drafts
-                decodes.append((request, self._query_len if drafts else 1))
+                decodes.append((request, self.num_places + 1 if after_prompt else 1))
             else:
                 prefills.append((request, remaining))
         return decodes + prefills
@@ -304,12 +308,33 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
+        self._send_back(request)
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+
+    def _send_back(self, request: Request) -> None:
+        """Let a running request wait again, with the tokens it has."""
         self.running.remove(request)
         self._vacate(request)
         request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
-        self.stats.num_preemptions += 1
         self.waiting.push(request)
+
+    @property
+    def undrafted(self) -> list[Request]:
+        """Running requests that get no drafts, since the drafter lacks KV of their last tokens.
+
+        One that would have to wait behind others for a slot is left as it is.
+        """
+        found = [each for each in self.running if each.num_drafter_kv is not None]
+        first = self.waiting.peek().order if self.waiting else None
+        kept = (each for each in found if first is None or each.order < first)
+        return [each for each in kept if each.rules.num_drafts]
+
+    def _compute_again(self, requests: Iterable[Request]) -> None:
+        """Compute tokens again, as after a preemption, so that the drafter sees them, too."""
+        for request in requests:
+            self._send_back(request)
+            self.stats.num_computed_again += 1
 
     def _vacate(self, request: Request) -> None:
         """Give back slot and blocks. Results in flight will be ignored."""
@@ -320,21 +345,29 @@ class Scheduler:
     def _finish_plan(self, plan: PlanBuilder) -> StepPlan:
         # Admissions first: they show what is computed before the rows are launched.
         admissions = [self._admission(request) for request in plan.admitted]
-        rows = []
-        for request, num_tokens in plan.num_scheduled.items():
-            row = self._row(request, num_tokens)
+        scheduled = plan.num_scheduled
+        rows = [self._row(request, num_tokens) for request, num_tokens in scheduled.items()]
+        num_drafts, no_drafts = self.num_drafts, []
+        if not num_drafts and self.config.drafter_has_kv:
+            if not self.keeps_drafter_kv or all(row.decodes for row in rows):
+                fresh = [request for request in scheduled if request.num_drafter_kv is None]
+                no_drafts = [request.slot for request in fresh if request.lose_drafter_kv()]
+            else:
+                num_drafts = 1  # prompts get the drafter's KV in any case
+        for (request, num_tokens), row in zip(scheduled.items(), rows, strict=True):
             request.launch(num_tokens, self._max_new_tokens(request, row))
-            rows.append(row)
         # Decodes first, similar lengths together: attention backends tile the batch in this order.
         # Then by slot, so that a batch of the same requests keeps the order of its rows.
         rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
-        self.stats.num_steps += 1
+        self.stats.add_step(len(rows), num_drafts, self.config.num_drafts)
         return StepPlan(
             index=self.stats.num_steps,
             rows=rows,
+            num_drafts=num_drafts,
+            no_drafts=no_drafts,
             admissions=admissions,
-            block_appends=list(self._block_appends(plan)),
-            blocks_to_zero=self._blocks_to_zero(plan) if self._zero_new_blocks else [],
+            block_appends=list(plan.block_appends()),
+            blocks_to_zero=plan.new_blocks() if self._zero_new_blocks else [],
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:
@@ -351,7 +384,7 @@ class Scheduler:
             past >= expected,
             # A request admitted with a single token left has no places for drafts, and a prompt's
             # last token alone is not a decode.
-            num_tokens == self._query_len
+            num_tokens == self.num_places + 1
             and expected - computed == 1
             and computed >= request.num_prompt_tokens,
             request.rules,
@@ -378,24 +411,6 @@ class Scheduler:
             token_limit=request.token_limit,
         )
 
-    @staticmethod
-    def _block_appends(plan: PlanBuilder) -> Iterable[BlockAppend]:
-        for request in plan.admitted:
-            yield BlockAppend(request.slot, 0, list(request.block_ids))
-        for request, start in plan.appended.items():
-            if request not in plan.admitted:
-                yield BlockAppend(request.slot, start, request.block_ids[start:])
-
-    @staticmethod
-    def _blocks_to_zero(plan: PlanBuilder) -> list[int]:
-        """The blocks that this step allocates, by their holders at the end of planning.
-
-        A request that was preempted again has none, and its blocks may have another holder.
-        """
-        return [
-            block for request, start in plan.appended.items() for block in request.block_ids[start:]
-        ]
-
     # ---- results ----
 
     def _take_tokens(self, request: Request, row: RowResult) -> list[int]:
@@ -406,6 +421,8 @@ class Scheduler:
             return self._fail(request, row)
         if row.num_drafts:
             self.stats.spec.add(row.num_drafts, len(new_ids) - 1)
+            request.num_drafted += 1
+            request.num_first_accepted += len(new_ids) > 1
         known = request.token_ids
         # Most steps end no request, so look at single tokens only if this one may.
         if len(known) + len(new_ids) >= request.token_limit or not (
@@ -454,10 +471,10 @@ class Scheduler:
         self._offer_blocks(request)
 
     def _offer_blocks(self, request: Request) -> None:
-        """Give full blocks to the prefix cache, unless they lack the drafter's KV."""
+        """Give full blocks to the prefix cache."""
         # Most steps fill no block.
         next_full = (request.num_offered_blocks + 1) * self.block_size
-        if self.drafting and len(request.token_ids) > next_full:
+        if len(request.token_ids) > next_full and not request.lacks_drafter_kv(next_full):
             self.prefix_cache.insert(request)
 
     def _end(self, request: Request, token: int) -> None:

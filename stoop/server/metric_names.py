@@ -110,6 +110,11 @@ CORE_COUNTERS = (
         "Draft tokens accepted.",
         ("spec_decode_num_accepted_tokens",),
     ),
+    Metric(
+        "num_drafts_not_made",
+        "spec_drafts_not_made",
+        "Draft tokens not made, in steps that made fewer than the most.",
+    ),
     Metric("step_seconds_total", "step_seconds", "Seconds that the core spent in steps."),
     Metric("num_tokens_computed", "tokens_computed", "Tokens that the target computed."),
     Metric(
@@ -126,6 +131,12 @@ CORE_COUNTER_GROUPS = (
         "Draft tokens accepted, by position in the draft; ours count from 1, vLLM's from 0.",
         ("spec_decode_num_accepted_tokens_per_pos",),
         label="position",
+    ),
+    Metric(
+        "num_steps_by_drafts",
+        "steps_by_drafts",
+        "Steps, by how many drafts they made for each request.",
+        label="drafts",
     ),
     Metric(
         "num_steps_by_mode",

@@ -6,7 +6,7 @@ prometheus_client, which renders them.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -115,7 +115,9 @@ def _flat(found: Mapping[str, Any]) -> dict[Any, float]:
     }
     for metric in names.CORE_COUNTER_GROUPS:
         group = found.get(metric.key, ())
-        items = group.items() if isinstance(group, Mapping) else enumerate(group)
+        items: Iterable[tuple[Any, float]] = enumerate(group)
+        if isinstance(group, Mapping):  # whose keys are labels as they are
+            items = ((str(label), count) for label, count in group.items())
         flat.update({(metric.key, label): count for label, count in items})
     return flat
 

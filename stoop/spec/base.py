@@ -39,6 +39,7 @@ class Pass:
     context: ForwardContext
     needs: SamplingNeeds
     worst_case: bool  # in a graph, or its twin: bounds are the most that the graph must serve
+    num_drafts: int  # that the step makes, at most
 
 
 class Speculator(Protocol):

@@ -1,4 +1,5 @@
-"""EAGLE drafting: phase P over the target's own rows, then K - 1 draft decodes, phase D.
+"""Drafting with EAGLE and MTP heads: phase P over the target's own rows, then K - 1 draft decodes,
+phase D.
 
 After verification the head runs over every position of the step with the target's true features
 (P): the last true place of a row gives its first draft. Places after a rejected draft stay where
@@ -95,7 +96,7 @@ class EagleSpeculator:
             reads=_SLOTS | _ROWS | _DRAWS | inputs | metadata | {features, _KV},
             writes=drafted | made | metadata | {_KV},
             forward=True,
-            drafts=True,
+            drafts=1,
             title="draft prefill",
         )
         if self.num_drafts == 1:
@@ -109,7 +110,7 @@ class EagleSpeculator:
             forward=True,
             lane=self.lane,
             times=self.num_drafts - 1,
-            drafts=True,
+            drafts=2,
             title="draft decode",
         )
         return [prefill, decode]

@@ -20,7 +20,7 @@ class NgramSpeculator:
     def phases(self) -> list[Phase]:
         reads = {"row_slots", "samples", "token_ids", "num_tokens", "draft_limit", "token_limit"}
         writes = {"token_ids", "num_drafts"}
-        return [Phase("N", self.look_up, reads, writes, drafts=True)]
+        return [Phase("N", self.look_up, reads, writes, drafts=1)]
 
     def buffers(self) -> list[Buffer]:
         return []

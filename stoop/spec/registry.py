@@ -20,6 +20,7 @@ def _eagle(setup: DraftSetup, draft_model: DraftModel | None) -> Speculator:
 SPECULATORS: dict[str, MakeSpeculator] = {
     "eagle": _eagle,
     "eagle3": _eagle,
+    "mtp": _eagle,
     "ngram": lambda setup, draft_model: NgramSpeculator(setup),
 }
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,8 +35,8 @@ class Step:
     descriptor: BatchExecutionDescriptor
     metadata: Any  # of the target's states
     needs: SamplingNeeds
+    num_drafts: int  # drafts that it makes for the next one
     wants_scores: bool = False
-    drafting: bool = True  # whether it makes drafts for the next one
 
 
 class TargetLane(Protocol):
@@ -66,31 +67,46 @@ class PhaseExecutor:
         target: TargetLane,
         backend: GraphBackend,
         watch: GraphWatch | None = None,
+        draft_counts: Sequence[int] = (0,),
     ) -> None:
+        """draft_counts: how many drafts steps may make, in rising order"""
         self.phases = tuple(phases)
+        self.draft_counts = tuple(draft_counts)
         self.target = target
         self.backend = backend
         self.watch = watch
-        self.managers: dict[str, CudaGraphManager] = {}  # by name of the segment
+        self.managers: dict[str, CudaGraphManager] = {}  # by `_key`, mostly the segment's name
         self.attn_states: dict[BatchExecutionDescriptor, AttentionState] = {}  # the target's
         # Called before each replay with the segment's name and the descriptor.
         self.on_replay: list[Callable[[str, BatchExecutionDescriptor], None]] = []
-        self._segments: dict[tuple[RunMode, bool, bool], list[Segment]] = {}
+        self._segments: dict[tuple[RunMode, int, bool], list[Segment]] = {}
         self._captured: list[States] = []  # graphs read them: they stay
 
-    def segments(self, mode: RunMode, drafting: bool = True, masked: bool = False) -> list[Segment]:
-        found = self._segments.get((mode, drafting, masked))
+    @property
+    def max_drafts(self) -> int:
+        return self.draft_counts[-1]
+
+    def segments(self, mode: RunMode, num_drafts: int, masked: bool = False) -> list[Segment]:
+        """Of steps that make so many drafts."""
+        found = self._segments.get((mode, num_drafts, masked))
         if found is None:
-            # A graph that holds drafting together with other phases drafts in any case.
-            found = self._segments[mode, drafting, masked] = [
-                segment
-                for segment in cut(mode, self.phases, masked)
-                if drafting or not all(phase.drafts for phase in segment.phases)
-            ]
+            phases = (phase.for_drafts(num_drafts) for phase in self.phases)
+            found = cut(mode, [phase for phase in phases if phase is not None], masked)
+            self._segments[mode, num_drafts, masked] = found
         return found
 
     def _segments_of(self, step: Step) -> list[Segment]:
-        return self.segments(step.descriptor.mode, step.drafting, step.needs.masked)
+        num_drafts, descriptor = step.num_drafts, step.descriptor
+        if descriptor.mode is RunMode.STEP:  # its graph drafts in any case
+            num_drafts = self._drafts_in(descriptor)
+        return self.segments(descriptor.mode, num_drafts, step.needs.masked)
+
+    def _drafts_in(self, descriptor: BatchExecutionDescriptor) -> int:
+        """Drafts that are made where a graph of this descriptor is replayed. A decode batch makes
+        as many as it has places for; other graphs serve any number."""
+        if descriptor.query_len is None:
+            return self.max_drafts
+        return descriptor.query_len - 1
 
     # ---- a step ----
 
@@ -124,6 +140,20 @@ class PhaseExecutor:
             if phase.name not in skip:
                 self._run_eagerly(Segment((phase,), False), step, step.descriptor, worst_case=True)
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Replays in here are of no step, so nobody watches them."""
+        watch, self.watch = self.watch, None
+        managers = list(self.managers.values())
+        for manager in managers:
+            manager.watch = None
+        try:
+            yield
+        finally:
+            self.watch = watch
+            for manager in managers:
+                manager.watch = watch
+
     def replays(self, step: Step) -> bool:
         """Whether any graph serves this step."""
         return any(
@@ -139,7 +169,7 @@ class PhaseExecutor:
     def _replay(self, segment: Segment, step: Step, descriptor: BatchExecutionDescriptor) -> None:
         manager = self._manager(segment)
         for listener in self.on_replay:
-            listener(segment.name, descriptor)
+            listener(manager.name, descriptor)
         if segment.lane is None:
             if descriptor is not step.descriptor:
                 raise MissingGraph(
@@ -176,17 +206,21 @@ class PhaseExecutor:
         *,
         worst_case: bool,
     ) -> None:
-        needs = _needs(descriptor) if worst_case and segment.captured else step.needs
+        needs, num_drafts = step.needs, step.num_drafts
+        if worst_case and segment.captured:
+            needs = _needs(descriptor)
+            num_drafts = self._drafts_in(step.descriptor)
         for phase in segment.phases:
             if phase.lane is None:
                 batch = self._target_batch(step.batch, descriptor, worst_case)
                 context = self.target.context(step.metadata)
-                phase.run(Pass(batch, context, needs, worst_case))
+                phase.run(Pass(batch, context, needs, worst_case, num_drafts))
                 continue
             own = descriptor if segment.lane is not None else _inside(descriptor)
             for number in range(1, phase.times + 1):
                 state = self._refresh(phase.lane, step, own, number)
-                phase.run(Pass(state.batch, phase.lane.context(state), needs, worst_case))
+                context = phase.lane.context(state)
+                phase.run(Pass(state.batch, context, needs, worst_case, num_drafts))
 
     def _target_batch(
         self, batch: InputBatch, descriptor: BatchExecutionDescriptor, worst_case: bool
@@ -214,7 +248,7 @@ class PhaseExecutor:
             if report:
                 report("capturing graphs", done + 1, len(jobs))
         if jobs:
-            counts = Counter(segment.name for segment, _ in jobs)
+            counts = Counter(self._key(segment) for segment, _ in jobs)
             log.info(
                 "captured %d graphs (%s) in %.1f s, %.1f MiB",
                 len(jobs),
@@ -225,17 +259,21 @@ class PhaseExecutor:
 
     def _jobs(self) -> Iterator[tuple[Segment, BatchExecutionDescriptor]]:
         """Every graph to capture."""
-        kinds = dict.fromkeys((each.mode, each.masked) for each in self.target.descriptors)
-        for kind in kinds:
-            mode, masked = kind
-            sizes = [d for d in self.target.descriptors if (d.mode, d.masked) == kind]
-            for segment in self.segments(mode, masked=masked):
+        for descriptor in self.target.descriptors:
+            num_drafts = self._drafts_in(descriptor)
+            for segment in self.segments(descriptor.mode, num_drafts, descriptor.masked):
                 if segment.captured and segment.lane is None:
-                    yield from ((segment, descriptor) for descriptor in sizes)
+                    yield segment, descriptor
         # Segments of other lanes are the same in every mode, but for steps that hold them whole.
-        for segment in self.segments(RunMode.NONE):
-            if segment.lane is not None:
-                yield from ((segment, descriptor) for descriptor in segment.lane.descriptors)
+        found = {
+            self._key(segment): segment
+            for num_drafts in self.draft_counts
+            for segment in self.segments(RunMode.NONE, num_drafts)
+            if segment.lane is not None
+        }
+        for segment in found.values():
+            assert segment.lane is not None
+            yield from ((segment, descriptor) for descriptor in segment.lane.descriptors)
 
     def _capture(self, segment: Segment, descriptor: BatchExecutionDescriptor) -> None:
         manager = self._manager(segment)
@@ -250,11 +288,20 @@ class PhaseExecutor:
 
     def _manager(self, segment: Segment) -> CudaGraphManager:
         """The segment's graphs; none before its first capture."""
-        manager = self.managers.get(segment.name)
+        key = self._key(segment)
+        manager = self.managers.get(key)
         if manager is None:
-            manager = CudaGraphManager(self.backend, segment.name, segment.title, self.watch)
-            self.managers[segment.name] = manager
+            manager = CudaGraphManager(self.backend, key, segment.title, self.watch)
+            self.managers[key] = manager
         return manager
+
+    def _key(self, segment: Segment) -> str:
+        """Names a segment's graphs. One that runs a phase several times holds just so many runs."""
+        phase = segment.phases[0]
+        if phase.lane is None or not phase.lane.advances:
+            return segment.name
+        most = self.max_drafts - phase.drafts + 1
+        return segment.name if phase.times == most else f"{segment.name}{phase.times}"
 
     def _capture_states(self, segment: Segment, descriptor: BatchExecutionDescriptor) -> States:
         """Fresh contents for the warm-up, and again for the capture. A second graph of the target's
@@ -284,7 +331,9 @@ class PhaseExecutor:
         states: States,
     ) -> None:
         """The phases that a descriptor's graph holds."""
-        needs = _needs(descriptor)
+        needs, num_drafts = _needs(descriptor), self._drafts_in(descriptor)
+        if segment.lane is not None:
+            num_drafts = segment.phases[0].drafts + segment.phases[0].times - 1
         for phase in segment.phases:
             state, batch = states[phase.lane], states[phase.lane].batch
             if phase.lane is None:
@@ -299,7 +348,7 @@ class PhaseExecutor:
                 if number > 1:
                     assert phase.lane is not None
                     phase.lane.advance(state)
-                phase.run(Pass(batch, context, needs, worst_case=True))
+                phase.run(Pass(batch, context, needs, True, num_drafts))
 
 
 def _needs(descriptor: BatchExecutionDescriptor) -> SamplingNeeds:

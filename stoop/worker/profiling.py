@@ -1,19 +1,28 @@
 """The largest step, run once without requests: how much memory it takes, which GEMMs it has."""
 
 import logging
+import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
 from stoop.batch.input_batch import InputBatch
 from stoop.config.schema import Config
+from stoop.core.request import TokenRules
+from stoop.core.sampling_kind import SamplingKind
+from stoop.core.sampling_params import SamplingParams
+from stoop.core.step import PlannedRow
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 from stoop.ops.kernels.linear_choice import LinearShape, recording
 from stoop.sampling.sampler import SamplingNeeds
 from stoop.worker.executor import PhaseExecutor, Step
-from stoop.worker.target import Target
+from stoop.worker.target import Target, TargetLane
 
 log = logging.getLogger(__name__)
+
+TIMED_RUNS = 3
 
 
 def measure_work_bytes(target: Target, executor: PhaseExecutor, config: Config) -> int:
@@ -76,7 +85,51 @@ def run_dummy_step(target: Target, executor: PhaseExecutor, config: Config) -> N
     descriptor = BatchExecutionDescriptor(RunMode.NONE, batch.num_tokens, max_reqs)
     metadata = target.model_state.prepare_attn(batch)
     # Inputs are made above, and no slot is to be updated.
-    executor.run_phases(Step(batch, descriptor, metadata, needs), skip="IU")
+    whole = Step(batch, descriptor, metadata, needs, executor.max_drafts)
+    executor.run_phases(whole, skip="IU")
+
+
+@torch.inference_mode()
+def time_decodes(lane: TargetLane, executor: PhaseExecutor) -> dict[tuple[int, int], float]:
+    """Seconds of every captured decode step, by number of requests and number of drafts.
+
+    No row has a request, so what attention takes is left out.
+    """
+    found, target = {}, lane.target
+    sink, rules = target.state.tensors.sink, TokenRules(SamplingParams(), seed=0, max_tokens=1)
+    with executor.unwatched():
+        for descriptor in lane.descriptors:
+            sampling, query_len = descriptor.sampling, descriptor.query_len
+            if query_len is None or descriptor.mode < RunMode.FULL or descriptor.masked:
+                continue
+            if sampling not in (None, SamplingKind.GREEDY) or descriptor.num_reqs is None:
+                continue
+            row = PlannedRow("", -1, sink, query_len, 0, query_len, 0, True, True, rules, 0)
+            rows, num_reqs = [row] * descriptor.num_reqs, descriptor.num_reqs
+            batch = target.buffers.load_rows(rows, num_reqs, descriptor.num_tokens, query_len)
+            target.inputs()
+            metadata = target.model_state.prepare_attn(batch)
+            needs = SamplingNeeds.of_kind(sampling or SamplingKind.GREEDY)
+            step = Step(batch, descriptor, metadata, needs, query_len - 1)
+            found[descriptor.num_reqs, query_len - 1] = _time(partial(executor.run, step))
+    target.buffers.forget_rows()
+    return found
+
+
+def _time(run: Callable[[], None]) -> float:
+    """Seconds of one run of several that follow each other."""
+    run()
+    _wait()
+    started = time.perf_counter()
+    for _ in range(TIMED_RUNS):
+        run()
+    _wait()
+    return (time.perf_counter() - started) / TIMED_RUNS
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def follow_measured_products(device: torch.device) -> None:

@@ -48,7 +48,7 @@ from stoop.worker.memory import (
 from stoop.worker.new_blocks import NewBlocks
 from stoop.worker.output import LaunchedStep, OutputRing, ScoreReader, StepOutput
 from stoop.worker.phases import step_phases
-from stoop.worker.profiling import follow_measured_products, measure_work_bytes
+from stoop.worker.profiling import follow_measured_products, measure_work_bytes, time_decodes
 from stoop.worker.sanitized import StepSanitizer
 from stoop.worker.snapshots import SnapshotPool
 from stoop.worker.target import MASK_BUFFERS, Target, TargetLane
@@ -123,7 +123,8 @@ class ModelRunner:
         self.lane = TargetLane(config, self.target)
         cuda = self.device.type == "cuda"
         backend = CudaGraphBackend(self.device) if cuda else TapeBackend()
-        self.executor = PhaseExecutor(phases, self.lane, backend)
+        counts = config.schedule.draft_counts
+        self.executor = PhaseExecutor(phases, self.lane, backend, draft_counts=counts)
         self._size_states(config)
         self.sanitizer: StepSanitizer | None = None
         if config.graph.sanitize:
@@ -136,7 +137,6 @@ class ModelRunner:
         self.outputs = OutputRing(self.target.verdict, config.schedule.run_ahead + 1)
         tokens = self.target.state.tensors.token_ids
         self.score_reader = ScoreReader(self.model, self.target.hidden, tokens)
-        self.drafting = True  # whether steps make drafts; all do, unless the engine sees no gain
         self.draft_seconds = 0.0  # that the host spent on the last step's drafts
         self.counts = StepCounts()
         self._dispatched: _Dispatched | None = None
@@ -212,6 +212,10 @@ class ModelRunner:
         self.num_blocks = count_kv_blocks(config, self.state_layout, free)
         self.states[:] = allocate_states(config, self.state_layout, self.num_blocks, self.slot_rows)
 
+    def time_decodes(self) -> dict[tuple[int, int], float]:
+        """Seconds of every captured decode step, by number of requests and number of drafts."""
+        return time_decodes(self.lane, self.executor)
+
     def declare_buffers(self) -> list[Buffer]:
         """Every persistent buffer that phases hand to each other."""
         drafter = self.speculator.buffers() if self.speculator else []
@@ -252,6 +256,8 @@ class ModelRunner:
             self.grammars.admit(admission)
         for append in plan.block_appends:
             target.state.append_blocks(self.staged, append)
+        for slot in plan.no_drafts:
+            target.state.stop_drafts(self.staged, slot)
         self.new_blocks.stage(self.staged, plan.blocks_to_zero)
         if plan.copies is not None:
             self.snapshots.stage(self.staged, plan.copies)
@@ -270,7 +276,7 @@ class ModelRunner:
         )
         metadata = target.model_state.prepare_attn(batch)
         return Step(
-            batch, found.descriptor, metadata, found.needs, found.wants_scores, self.drafting
+            batch, found.descriptor, metadata, found.needs, plan.num_drafts, found.wants_scores
         )
 
     def forget_rows(self) -> None:
@@ -290,7 +296,7 @@ class ModelRunner:
         # A graph bounds query lengths as it was captured; other steps by what they hold.
         query_len = descriptor.query_len
         if shape.decode and descriptor.mode < RunMode.FULL:
-            query_len = self.target.query_len
+            query_len = shape.num_tokens // shape.num_reqs
         wants_scores = any(row.rules.params.wants_scores for row in rows)
         self._dispatched = _Dispatched(
             key, needs, descriptor, query_len, wants_scores, shape.num_tokens

@@ -30,6 +30,8 @@ INPUTS = "inputs, eager"
 # A block id that no cache has: to read with it is an error, not a wrong answer.
 POISON_BLOCK = 2**30
 
+DRAFTED = ("draft features",)  # by row: what the next draft is made from
+
 Snapshot = dict[str, Tensor]
 
 
@@ -168,8 +170,18 @@ class StepSanitizer:
             of_batch = buffer.extent in (Extent.TOKENS, Extent.REQS)
             if of_batch and buffer.tensor.is_floating_point():
                 live = buffer.live(batch.num_reqs, batch.num_tokens)
-                if bool(buffer.entries(after[buffer.name])[live].isnan().any()):
+                found = buffer.entries(after[buffer.name])[live]
+                if buffer.name in DRAFTED:
+                    found = found[self._drafted_rows(step)]
+                if bool(found.isnan().any()):
                     raise UnwrittenRead(reader, buffer.name, self.sanitizer.step)
+
+    def _drafted_rows(self, step: Step) -> Tensor:
+        """[num_reqs] bool: rows that may get drafts. A chunk gets none, nor does a request that has
+        ended or that the drafter lacks KV of: what it computes for them is of no use to anybody."""
+        limits, rows = self.target.state.tensors.draft_limit, step.batch.plan_rows
+        slots = torch.tensor([row.slot for row in rows], device=limits.device)
+        return (limits[slots] > 0) & (self.target.buffers.step.samples[: len(rows)] > 0)
 
     def _check_padding(self, reader: str, step: Step) -> None:
         """Past the live extent is what does no harm, whatever the graph reads of it."""

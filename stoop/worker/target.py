@@ -103,19 +103,18 @@ class Target:
         """C: hidden states of all tokens, and the streams that the drafter taps."""
         batch = run.batch
         hidden = self.hidden[: batch.num_tokens_padded]
-        _, streams = self.model(
-            batch.input_ids, batch.positions, run.context, self.tap_layers, hidden
-        )
-        if self.taps is not None:
+        tapped = self.tap_layers if run.num_drafts else ()
+        _, streams = self.model(batch.input_ids, batch.positions, run.context, tapped, hidden)
+        if self.taps is not None and tapped:
             torch.stack(streams, dim=1, out=self.taps[: batch.num_tokens_padded])
 
     def verify(self, run: Pass) -> None:
         """V: logits after each row's newest token and after each of its drafts; which drafts are
         accepted, and the token that follows."""
         batch, needs = run.batch, run.needs
-        width, max_seq_len = self.query_len, self.max_model_len
+        width, max_seq_len = batch.query_len or self.query_len, self.max_model_len
         if not run.worst_case:
-            width, max_seq_len = self.query_len if batch.decodes else 1, batch.max_seq_len
+            width, max_seq_len = batch.num_places, batch.max_seq_len
         if width == batch.query_len:  # the very tokens of a decode batch; dead ones do no harm
             hidden = self.hidden[: batch.num_reqs_padded * width]
         else:
@@ -187,7 +186,7 @@ class TargetLane:
         limits = GraphLimits(
             max_reqs=schedule.max_num_seqs,
             max_tokens=schedule.max_num_batched_tokens,
-            query_len=schedule.query_len,
+            query_lens=tuple(count + 1 for count in schedule.draft_counts),
             sizes=config.graph.capture_sizes,
             max_default=config.graph.max_capture_size,
             masked=config.graph.capture_structured,

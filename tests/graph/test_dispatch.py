@@ -157,7 +157,7 @@ def test_default_sizes(limit: int) -> None:
 
 LIMITS = st.builds(
     lambda max_reqs, more, query_len, sizes: GraphLimits(
-        max_reqs, max_reqs * query_len + more, query_len, sizes
+        max_reqs, max_reqs * query_len + more, (query_len,), sizes
     ),
     st.integers(1, 700),
     st.sampled_from([0, 1, 7, 500, 8192]),
@@ -174,7 +174,7 @@ def test_plan_holds_no_nonsense(
     mode: GraphMode, support: GraphSupport, limits: GraphLimits
 ) -> None:
     plan = plan_graphs(mode, support, limits)
-    decode_mode = mode.decode_mode(support, limits.query_len)
+    decode_mode = mode.decode_mode(support, limits.query_lens[-1])
     mixed_mode = mode.mixed_mode(support)
     assert len(set(plan)) == len(plan)
     for descriptor in plan:
@@ -183,9 +183,9 @@ def test_plan_holds_no_nonsense(
         assert descriptor.num_reqs is None or 0 < descriptor.num_reqs <= limits.max_reqs
         if descriptor.query_len is not None:
             assert descriptor.mode is decode_mode and decode_mode >= F
-            assert descriptor.query_len == limits.query_len
+            assert descriptor.query_len == limits.query_lens[-1]
             assert descriptor.num_reqs is not None
-            assert descriptor.num_tokens == descriptor.num_reqs * limits.query_len
+            assert descriptor.num_tokens == descriptor.num_reqs * limits.query_lens[-1]
             assert (descriptor.sampling is not None) == (decode_mode is S)
             assert limits.sizes is None or descriptor.num_reqs in limits.sizes
         else:
@@ -203,13 +203,13 @@ def test_every_decode_batch_finds_a_decode_graph(
     mode: GraphMode, support: GraphSupport, limits: GraphLimits
 ) -> None:
     limits = replace(limits, sizes=None)
-    decode_mode = mode.decode_mode(support, limits.query_len)
+    decode_mode = mode.decode_mode(support, limits.query_lens[-1])
     dispatcher = Dispatcher(plan_graphs(mode, support, limits))
     for reqs, kind in product(range(1, min(limits.max_reqs, 512) + 1), SamplingKind):
-        shape = BatchShape(reqs, reqs * limits.query_len, True, kind)
+        shape = BatchShape(reqs, reqs * limits.query_lens[-1], True, kind)
         found = dispatcher.dispatch(shape)
         if decode_mode >= F:
-            assert found.mode is decode_mode and found.query_len == limits.query_len
+            assert found.mode is decode_mode and found.query_len == limits.query_lens[-1]
             assert found.num_reqs is not None and reqs <= found.num_reqs <= limits.max_reqs
             assert found.sampling is (kind if decode_mode is S else None)
         elif shape.num_tokens <= 512:
@@ -235,7 +235,7 @@ def test_every_mixed_batch_of_up_to_512_tokens_finds_its_graph(
 
 def test_decode_graphs_never_exceed_the_tokens_of_a_step() -> None:
     """With few tokens a step, not all requests fit into one decode batch."""
-    limits = GraphLimits(max_reqs=256, max_tokens=256, query_len=4, sizes=None)
+    limits = GraphLimits(max_reqs=256, max_tokens=256, query_lens=(4,), sizes=None)
     plan = plan_graphs(GraphMode.STEP, GraphSupport.UNIFORM, limits)
     assert max(d.num_tokens for d in plan) <= limits.max_tokens
     found = Dispatcher(plan).dispatch(BatchShape(64, 256, True, GREEDY))
@@ -243,7 +243,7 @@ def test_decode_graphs_never_exceed_the_tokens_of_a_step() -> None:
 
 
 def test_step_captures_each_kind_of_sampling() -> None:
-    limits = GraphLimits(4, 16, 1, None)
+    limits = GraphLimits(4, 16, (1,), None)
     plan = plan_graphs(GraphMode.STEP, GraphSupport.ALWAYS, limits)
     steps = [(d.num_reqs, d.sampling) for d in plan if d.mode is S]
     assert sorted(steps, key=str) == sorted(product((1, 2, 4), SamplingKind), key=str)
@@ -257,7 +257,7 @@ def test_step_captures_each_kind_of_sampling() -> None:
 
 
 def test_sizes_of_the_user_are_taken_as_they_are() -> None:
-    limits = GraphLimits(8, 32, 2, (16, 3, 3, 8, 100))
+    limits = GraphLimits(8, 32, (2,), (16, 3, 3, 8, 100))
     plan = plan_graphs(GraphMode.FULL_AND_PIECEWISE, GraphSupport.ALWAYS, limits)
     assert plan == [
         BatchExecutionDescriptor(F, 6, 3, 2),
@@ -270,7 +270,7 @@ def test_sizes_of_the_user_are_taken_as_they_are() -> None:
 
 def test_the_largest_default_size_bounds_both_kinds_of_batch() -> None:
     for largest in (1, 6, 100):
-        limits = GraphLimits(64, 512, 2, None, max_default=largest)
+        limits = GraphLimits(64, 512, (2,), None, max_default=largest)
         planned = plan_graphs(GraphMode.FULL_AND_PIECEWISE, GraphSupport.ALWAYS, limits)
         decode = [d.num_reqs for d in planned if d.query_len is not None]
         mixed = [d.num_tokens for d in planned if d.query_len is None]
@@ -285,7 +285,7 @@ def test_the_largest_default_size_bounds_both_kinds_of_batch() -> None:
     ],
 )
 def test_nothing_is_planned(mode: GraphMode, support: GraphSupport) -> None:
-    limits = GraphLimits(8, 32, 1, None)
+    limits = GraphLimits(8, 32, (1,), None)
     assert plan_graphs(mode, support, limits) == []
     found = Dispatcher([]).dispatch(BatchShape(3, 3, True, GREEDY))
     assert found == BatchExecutionDescriptor(N, 3, 3)
@@ -293,7 +293,7 @@ def test_nothing_is_planned(mode: GraphMode, support: GraphSupport) -> None:
 
 def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="stoop"):
-        plan_graphs(GraphMode.STEP, GraphSupport.UNIFORM, GraphLimits(2, 8, 1, None))
+        plan_graphs(GraphMode.STEP, GraphSupport.UNIFORM, GraphLimits(2, 8, (1,), None))
     text = caplog.text
     assert all(word in text for word in ("step", "STEP", "PIECEWISE", "UNIFORM"))
 

@@ -47,9 +47,9 @@ def step(lane: Any = None, times: int = 3, host: bool = False) -> list[Phase]:
     if host:
         found[2] = replace(found[2], host_call=lambda batch: None)
     if lane is None:
-        return [*found, phase("N", drafts=True)]
-    decode = phase("D", forward=True, lane=lane, times=times, drafts=True)
-    return [*found, phase("P", forward=True, drafts=True), decode]
+        return [*found, phase("N", drafts=1)]
+    decode = phase("D", forward=True, lane=lane, times=times, drafts=2)
+    return [*found, phase("P", forward=True, drafts=1), decode]
 
 
 def shown(mode: RunMode, phases: list[Phase]) -> str:
@@ -85,7 +85,7 @@ def test_a_mode_is_a_way_of_cutting(mode: RunMode, phases: list[Phase], wanted: 
 
 
 def test_nothing_joins_a_graph_of_another_lane() -> None:
-    phases = [*step(PLANNED), phase("X", drafts=True)]
+    phases = [*step(PLANNED), phase("X", drafts=1)]
     assert shown(RunMode.STEP, phases) == "[ICVUP] [D] [X]"
 
 
@@ -101,7 +101,7 @@ def test_steps_may_go_without_drafting(
     llm = make_spec_llm(drafters.get(name), num_drafts, graph_mode=mode, attention_backend=backend)
     batch = [[5], [6, 7], [8] * 9]
     wanted = generate_ids(llm, batch, GREEDY)
-    llm.engine.runner.drafting = llm.engine.scheduler.drafting = False
+    llm.engine.scheduler.num_drafts = 0
     assert generate_ids(llm, batch, GREEDY) == wanted
 
 

@@ -65,6 +65,8 @@ ONLY_OURS = {
     ],
     "counter": [
         "stoop_steps",
+        "stoop_steps_by_drafts",
+        "stoop_spec_drafts_not_made",
         "stoop_step_seconds",
         "stoop_tokens_computed",
         "stoop_tokens_padded",
@@ -174,6 +176,8 @@ def test_values_come_from_the_core() -> None:
     assert value(metrics, "stoop_kv_cache_usage_ratio") == 0.25
     assert value(metrics, "stoop_prefix_cache_hit_tokens_total") == 64
     assert value(metrics, "stoop_steps_total", mode="full") == 20
+    assert value(metrics, "stoop_steps_by_drafts_total", drafts="3") == 18
+    assert value(metrics, "stoop_spec_drafts_not_made_total") == 36
     assert value(metrics, "stoop_tokens_padded_total") == 50
     assert value(metrics, "stoop_spec_accepted_tokens_by_position_total", position="1") == 20
     assert value(metrics, "stoop_spec_accepted_tokens_by_position_total", position="3") == 7

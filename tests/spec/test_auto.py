@@ -335,8 +335,7 @@ def test_blocks_without_the_drafters_kv_are_not_offered(target: str, costly: Non
     (first,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
     assert llm.engine.core.trial is not None and not llm.engine.core.trial.pays
     llm.engine.core.trial = None  # from here on drafts as ever
-    llm.engine.runner.drafting = llm.engine.scheduler.drafting = True
-    llm.engine.scheduler.verify_drafts = True
+    llm.engine.scheduler.num_places = llm.engine.scheduler.num_drafts = 3
     follow_up = [*PROMPTS[0], *first.outputs[0].token_ids][:210]
     (found,) = llm.generate(follow_up, GREEDY, use_tqdm=False)
     asked = {"model": str(shipped.SHIPPED[target]), "num_speculative_tokens": 3}

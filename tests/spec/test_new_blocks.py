@@ -23,7 +23,6 @@ from stoop.config.resolve import make_options, resolve
 from stoop.core.step import StepPlan
 from stoop.graph.sanitizer import UnwrittenRead
 from stoop.scheduler.plan import PlanBuilder
-from stoop.scheduler.scheduler import Scheduler
 from stoop.worker.new_blocks import NewBlocks, fill_blocks
 from stoop.worker.runner import ModelRunner
 from support.drafters import DrafterStore, Trace, make_spec_llm, run
@@ -119,7 +118,7 @@ def test_blocks_are_filled_in_every_dtype(dtype: torch.dtype) -> None:
 
 
 def forget_the_list(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_blocks_to_zero", staticmethod(lambda plan: []))
+    patch.setattr(PlanBuilder, "new_blocks", lambda plan: [])
 
 
 def forget_appends(patch: Patch) -> None:
@@ -129,7 +128,7 @@ def forget_appends(patch: Patch) -> None:
         return [b for r, start in plan.appended.items() if r in plan.admitted
                 for b in r.block_ids[start:]]  # fmt: skip
 
-    patch.setattr(Scheduler, "_blocks_to_zero", staticmethod(of_admissions))
+    patch.setattr(PlanBuilder, "new_blocks", of_admissions)
 
 
 def forget_the_drafter(patch: Patch) -> None:

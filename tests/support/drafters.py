@@ -50,6 +50,7 @@ class Drafter:
     def config(self, num_tokens: int, **more: Any) -> dict[str, Any]:
         model = {} if self.head is None else {"model": str(self.head)}
         options = {"method": self.method, "num_speculative_tokens": num_tokens, **self.options}
+        options["adaptive"] = False
         return options | model | more
 
 

@@ -60,6 +60,8 @@ def snapshot(scale: int = 1, pid: int = 100) -> dict[str, Any]:
         "heartbeat_age": 0.01,
         "step_seconds_total": 1.5 * scale,
         "num_steps_by_mode": {"full": 20 * scale, "none": 10 * scale},
+        "num_steps_by_drafts": {0: 12 * scale, 3: 18 * scale},
+        "num_drafts_not_made": 36 * scale,
         "num_tokens_computed": 400 * scale,
         "num_tokens_padded": 50 * scale,
         "max_num_seqs": 8,

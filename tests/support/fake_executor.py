@@ -12,13 +12,12 @@ class FakeExecutor:
     block_bytes = 1
     caches_prefixes = True
     num_snapshots = 0
-    draft_seconds = 0.0
+    draft_seconds = waited = 0.0
     busy = False
     wants_scores = False
 
     def __init__(self, num_blocks: int, token_at: Callable[[int], int] = lambda i: i) -> None:
         self.num_blocks = num_blocks
-        self.drafting = True
         self.token_at = token_at
         self.fails: Callable[[StepPlan], bool] = lambda plan: False
         self.num_tokens: dict[int, int] = {}  # of the answer so far, by slot

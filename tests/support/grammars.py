@@ -79,7 +79,7 @@ class Oracle:
     def phases(self) -> list[Phase]:
         reads = {"row_slots", "samples", "token_ids", "num_tokens", "num_drafts", "told"}
         limits = {"draft_limit", "token_limit"}
-        return [Phase("O", self.draft, reads | limits, {"token_ids", "num_drafts"}, drafts=True)]
+        return [Phase("O", self.draft, reads | limits, {"token_ids", "num_drafts"}, drafts=1)]
 
     def buffers(self) -> list[Buffer]:
         return [Buffer("told", self.table, Lifetime.CONSTANT, Extent.SCRATCH)]

@@ -36,7 +36,7 @@ class ScriptedSpeculator:
     def phases(self) -> list[Phase]:
         reads = {"row_slots", "samples", "token_ids", "num_tokens", "num_drafts", "script"}
         limits = {"draft_limit", "token_limit"}
-        return [Phase("S", self.draft, reads | limits, {"token_ids", "num_drafts"}, drafts=True)]
+        return [Phase("S", self.draft, reads | limits, {"token_ids", "num_drafts"}, drafts=1)]
 
     def buffers(self) -> list[Buffer]:
         return [Buffer("script", self.script, Lifetime.CONSTANT)]

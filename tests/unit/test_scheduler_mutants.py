@@ -163,18 +163,18 @@ def appends_one_late(block_appends: Any) -> Any:
                 append = BlockAppend(append.slot, append.start - 1, append.block_ids)
             yield append
 
-    return staticmethod(mutant)
+    return mutant
 
 
 def appends_lost_for_running(block_appends: Any) -> Any:
-    return staticmethod(lambda plan: [a for a in block_appends(plan) if a.start == 0])
+    return lambda plan: [a for a in block_appends(plan) if a.start == 0]
 
 
 def zero_only_what_is_admitted(blocks_to_zero: Any) -> Any:
     def mutant(plan: PlanBuilder) -> list[int]:
         return [b for r in plan.admitted for b in r.block_ids[plan.appended.get(r, 0) :]]
 
-    return staticmethod(mutant)
+    return mutant
 
 
 def zero_cached_prefixes(blocks_to_zero: Any) -> Any:
@@ -184,7 +184,7 @@ def zero_cached_prefixes(blocks_to_zero: Any) -> Any:
             for b in r.block_ids[start:]
         ]  # fmt: skip
 
-    return staticmethod(mutant)
+    return mutant
 
 
 def zero_what_the_preempted_had(grow: Any) -> Any:
@@ -195,7 +195,7 @@ def zero_what_the_preempted_had(grow: Any) -> Any:
         grown = grow(self, request, num, plan)
         listed = vars(plan).setdefault("listed", [])
         listed += request.block_ids[held:]
-        self._blocks_to_zero = lambda plan: vars(plan).get("listed", [])  # type: ignore
+        plan.new_blocks = lambda: listed  # type: ignore[method-assign]
         return bool(grown)
 
     return mutant
@@ -241,10 +241,10 @@ MUTANTS = [
     (Scheduler, "_make_room", preempt_the_first),
     (Scheduler, "_vacate", finish_without_vacating),
     (Scheduler, "_vacate", vacate_keeps_offers),
-    (Scheduler, "_block_appends", appends_one_late),
-    (Scheduler, "_block_appends", appends_lost_for_running),
-    (Scheduler, "_blocks_to_zero", zero_only_what_is_admitted),
-    (Scheduler, "_blocks_to_zero", zero_cached_prefixes),
+    (PlanBuilder, "block_appends", appends_one_late),
+    (PlanBuilder, "block_appends", appends_lost_for_running),
+    (PlanBuilder, "new_blocks", zero_only_what_is_admitted),
+    (PlanBuilder, "new_blocks", zero_cached_prefixes),
     (Scheduler, "_grow", zero_what_the_preempted_had),
     (Scheduler, "update", update_without_epochs),
     (RequestQueue, "push", queue_newest_first),

@@ -14,6 +14,7 @@ from stoop.config.schema import SpecConfig
 from stoop.config.speculation import (
     MAX_DRAFTS,
     SpecOptions,
+    fixed_drafts,
     methods,
     parse_speculation,
     settle_speculation,
@@ -99,6 +100,10 @@ def test_an_unknown_key_is_named_with_all_known_ones(key: Any) -> None:
             {**HEAD, "draft_sample_method": "probabilistic"},
             {"draft_sample_method": "probabilistic"},
         ),
+        (HEAD, {"adaptive": False}),
+        ({**HEAD, "adaptive": True}, {"adaptive": True, "num_drafts": 3}),
+        ({**HEAD, "num_speculative_tokens": "auto"}, {"adaptive": True, "num_drafts": 3}),
+        ({**NGRAM, "adaptive": True}, {"adaptive": True}),
         (NGRAM, {"draft_sample_method": "greedy"}),
         ({**NGRAM, "draft_sample_method": "greedy"}, {"draft_sample_method": "greedy"}),
         ({**HEAD, "rejection_sample_method": "standard"}, {"synthetic_rates": None}),
@@ -130,14 +135,17 @@ def test_every_key_has_a_case() -> None:
         "model",
         "revision",
         "num_speculative_tokens",
+        "adaptive",
         "draft_sample_method",
         "rejection_sample_method",
         "synthetic_acceptance_length",
         "synthetic_acceptance_rates",
         "prompt_lookup_min",
         "prompt_lookup_max",
+        "draft_vocab_size",
+        "draft_vocab",
     }
-    assert methods() == ("eagle", "eagle3", "ngram")
+    assert methods() == ("eagle", "eagle3", "mtp", "ngram")
 
 
 def test_the_heads_own_number_of_drafts_serves_unless_another_is_given() -> None:
@@ -226,6 +234,17 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("prompt_lookup_max", {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}),
     ("prompt_lookup_min", {**HEAD, "prompt_lookup_min": 2}),
     ("prompt_lookup", {**HEAD, "prompt_lookup_max": 2}),
+    *(
+        ("draft_vocab_size", {**HEAD, "draft_vocab_size": value})
+        for value in (-1, 2.0, "8", "FULL", True, [8])
+    ),
+    *(("draft_vocab", {**HEAD, "draft_vocab": value}) for value in (3, ["list.json"], True)),
+    ("draft_vocab_size", {**NGRAM, "draft_vocab_size": 8}),
+    ("draft_vocab", {**NGRAM, "draft_vocab": "list.json"}),
+    *(
+        ("draft_vocab", {**HEAD, "draft_vocab": "list.json", "draft_vocab_size": value})
+        for value in (0, "full")
+    ),
 ]
 
 
@@ -302,6 +321,16 @@ def test_lengths_are_held_against_the_heads_own_number() -> None:
     assert settle(given, proposed=5).synthetic_rates == pytest.approx((1, 1, 1, 1, 0.5))
     with pytest.raises(ConfigError, match=r"synthetic_acceptance_length=5\.5: use 1 to 5"):
         settle(given, proposed=4)
+
+
+@pytest.mark.parametrize(("asked", "number"), [(5, 5), ("auto", 3)])
+def test_a_fixed_number_of_drafts(asked: Any, number: int) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": asked, "adaptive": True}
+    fixed = fixed_drafts(json.dumps(given))
+    assert fixed is not None and fixed["method"] == "ngram"
+    assert (fixed["num_speculative_tokens"], fixed["adaptive"]) == (number, False)
+    assert parse_speculation(fixed) is not None
+    assert fixed_drafts(None) is None
 
 
 # ---- into the engine's configuration ----

@@ -1,0 +1,384 @@
+"""Chooses how many drafts each step makes: as many as give the most tokens a second.
+
+What a step takes is known: every captured graph was timed when the engine started (`StepTimes`),
+and what the host, attention and prompts add to that is measured while requests are served. What it
+yields is estimated from the drafts that were accepted so far, by position, for all requests and for
+those in the batch. All of this is on the host in any case, one step old, so nothing is waited for.
+
+A step without drafts leaves the drafter out, and costs what it costs without a drafter. From then
+on the drafter lacks KV of the step's requests, and they get no drafts until their last tokens are
+computed again, as after a preemption. That happens when the time lost by going without drafts has
+added up to what it costs.
+
+The text does not depend on any of this, as far as logits do not depend on how many tokens a pass
+has.
+"""
+
+import bisect
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from stoop.core.step import StepPlan, StepResult
+from stoop.scheduler.scheduler import Scheduler
+
+USUAL = 0.7  # share of drafts that are accepted, where nothing is known
+PRIOR = 6  # weight of what is usual, in drafts
+WINDOW = 512  # drafts of a position that count, the newest
+OWN_PRIOR = 8  # weight of all requests' rate in the rate of one, in drafts
+SURE = 0.98  # no rate is above
+EVERY = 4  # steps between decisions
+MORE = 1.03  # gain that is worth more drafts; fewer are taken wherever they are faster
+FIRST_GAP, LAST_GAP = 64, 1024  # steps without drafts before some are made to learn from
+HOPEFUL = 0.9  # acceptance with which drafts must pay to be worth that
+AVERAGED = 16  # steps, roughly, whose times count
+REFILL = 3  # steps that computing tokens again costs besides: the pipeline runs empty
+HOST_DRAFTING = 1.05  # times what a step without drafts takes the host
+APART = 0.25  # share of the shorter of device and host time that does not overlap with the longer
+MOST_PATIENCE = 64
+MUCH = 3  # times what a graph takes: more is due to long prompts, which come now and then
+FORGET = 1 / 4096  # of what is known, by a step without drafts
+
+
+class StepTime(NamedTuple):
+    """What a step took, from result to result."""
+
+    seconds: float
+    waited: float  # for the device: 0 if it had to wait for the host, or if the host computes
+
+
+class DraftPolicy(Protocol):
+    """Decides before each step is planned, and hears of its result."""
+
+    def choose(self, scheduler: Scheduler) -> None:
+        """Set the scheduler's `num_places`, `num_drafts` and `redraft`."""
+        ...
+
+    def note(self, plan: StepPlan, result: StepResult, time: "StepTime | None") -> None:
+        """time: None for the first step after a pause"""
+        ...
+
+    def metrics(self) -> dict[str, Any]: ...
+
+
+class HeldDrafts:
+    """The same number in every step, for checks."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+
+    def choose(self, scheduler: Scheduler) -> None:
+        scheduler.num_places = scheduler.num_drafts = self.num_drafts
+
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
+        pass
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+
+class StepTimes:
+    """Seconds of a decode step, by number of requests and number of drafts."""
+
+    def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        self._sizes: dict[int, list[int]] = {}
+        self._seconds = dict(seconds)
+        for num_reqs, num_drafts in sorted(seconds):
+            self._sizes.setdefault(num_drafts, []).append(num_reqs)
+
+    def at(self, num_reqs: int, num_drafts: int) -> float | None:
+        """Of the smallest graph that fits; None if there is none."""
+        sizes = self._sizes.get(num_drafts, [])
+        place = bisect.bisect_left(sizes, num_reqs)
+        return self._seconds[sizes[place], num_drafts] if place < len(sizes) else None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of requests that were measured."""
+        return sorted({num_reqs for num_reqs, _ in self._seconds})
+
+    @property
+    def seconds_per_token(self) -> float:
+        """In the step with the most tokens a second."""
+        return min(t / (reqs * (drafts + 1)) for (reqs, drafts), t in self._seconds.items())
+
+
+class Acceptance:
+    """How often the draft of a position is accepted, given that all before it were."""
+
+    def __init__(self, usual: Sequence[float]) -> None:
+        self.usual = usual
+        self._tried = [0.0] * len(usual)
+        self._passed = [0.0] * len(usual)
+
+    def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
+        """Steps of a request that verified so many drafts."""
+        for place in range(min(num_accepted + 1, num_drafts)):
+            self._tried[place] += times
+            self._passed[place] += times * (place < num_accepted)
+
+    def limit(self) -> None:
+        """Give older drafts less weight."""
+        for place, tried in enumerate(self._tried):
+            if tried > WINDOW:
+                self._scale(place, WINDOW / tried)
+
+    def forget(self, share: float) -> None:
+        for place in range(len(self._tried)):
+            self._scale(place, 1 - share)
+
+    def _scale(self, place: int, factor: float) -> None:
+        self._tried[place] *= factor
+        self._passed[place] *= factor
+
+    @property
+    def rates(self) -> list[float]:
+        found = zip(self.usual, self._tried, self._passed, strict=True)
+        return [(PRIOR * usual + passed) / (PRIOR + tried) for usual, tried, passed in found]
+
+
+def expected_tokens(rates: Sequence[float], num_drafts: int, scale: float = 1.0) -> float:
+    """Tokens of a step that verifies so many drafts. scale: of the rates of the batch at hand"""
+    tokens = reached = 1.0
+    for rate in rates[:num_drafts]:
+        reached *= min(rate * scale, SURE)
+        tokens += reached
+    return tokens
+
+
+def usual_rates(lengths: Sequence[float], num_drafts: int) -> list[float]:
+    """Acceptance by position from the tokens of a step with 1, 2 ... drafts, as benchmarks say."""
+    rates: list[float] = []
+    before = [0.0, 1.0, *lengths]
+    for place in range(num_drafts):
+        if place < len(lengths):
+            gained, reached = lengths[place] - before[place + 1], before[place + 1] - before[place]
+            rates.append(min(max(gained / reached, 0.0), SURE) if reached > 0 else 0.0)
+        else:
+            rates.append(rates[-1] if rates else USUAL)
+    return rates
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a decision depends on, of the running requests."""
+
+    num_reqs: int
+    num_drafted: int  # that get drafts
+    num_lacking: int = 0  # that would get drafts, had the drafter their KV
+    tokens_lacking: int = 0  # of these, to compute again
+    scale: float = 1.0  # of acceptance, relative to that of all requests so far
+
+
+class AdaptiveDrafts:
+    """The `DraftPolicy` of engines whose decode steps are captured."""
+
+    def __init__(
+        self,
+        times: StepTimes,
+        counts: Sequence[int],
+        usual: Sequence[float] = (),
+        host_computes: bool = False,
+        position_limit: int = sys.maxsize,
+        has_kv: bool = True,
+        keeps_prefixes: bool = True,
+    ) -> None:
+        """counts: drafts that a step may make, in rising order; usual: acceptance by position;
+        host_computes: there is no device to wait for; position_limit: of the drafter; has_kv: it
+        always drafts where it may; keeps_prefixes: only what it lacks is computed again"""
+        self.times = times
+        self.counts = tuple(counts)
+        self.acceptance = Acceptance(usual or [USUAL] * self.counts[-1])
+        self.host_computes = host_computes
+        self.position_limit = position_limit
+        self.has_kv = has_kv
+        self.keeps_prefixes = keeps_prefixes
+        self.num_drafts = self.counts[-1]
+        self._countdown = 0
+        self._decided_at = 0  # number of requests at the last decision
+        self.added = 0.0  # seconds of a step beyond those of its graph
+        self.host = 0.0  # seconds of the host in a step
+        self._lost = 0.0  # seconds, since some requests get no drafts
+        self._patience, self._kept = 1, 0  # after tokens were computed again for nothing
+        self._gap, self._since = FIRST_GAP, 0  # steps without drafts: until a probe, and so far
+
+    # ---- before a step ----
+
+    def choose(self, scheduler: Scheduler) -> None:
+        if scheduler.redraft:
+            return  # decided, and waits for results
+        num_reqs = len(scheduler.running)
+        self._countdown -= 1
+        # A batch of another size is decided on at once.
+        far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
+        if num_reqs and (self._countdown <= 0 or far or not self._speed_known(num_reqs)):
+            if self.decide(self._read_batch(scheduler), EVERY - max(self._countdown, 0)):
+                scheduler.redraft = True
+            self._countdown, self._decided_at = EVERY, num_reqs
+        scheduler.num_places = scheduler.num_drafts = self.num_drafts
+
+    def _speed_known(self, num_reqs: int) -> bool:
+        return self.times.at(num_reqs, self.num_drafts) is not None
+
+    def _read_batch(self, scheduler: Scheduler) -> Batch:
+        mean = self.acceptance.rates[0]
+        num_drafted = num_lacking = tokens_lacking = 0
+        rates = 0.0
+        for request in scheduler.running:
+            known, rules = len(request.token_ids), request.rules
+            if not rules.num_drafts or known >= self.position_limit:
+                continue
+            own = request.num_first_accepted + OWN_PRIOR * mean
+            rates += own / (request.num_drafted + OWN_PRIOR)
+            if request.num_drafter_kv is None:
+                num_drafted += 1
+                continue
+            num_lacking += 1
+            found = self.keeps_prefixes and rules.params.prompt_logprobs is None
+            tokens_lacking += known - (request.num_drafter_kv if found else 0)
+        wanted = (num_drafted + num_lacking) * mean
+        scale = rates / wanted if wanted > 0 else 1.0
+        return Batch(len(scheduler.running), num_drafted, num_lacking, tokens_lacking, scale)
+
+    def decide(self, batch: Batch, num_steps: int = EVERY) -> bool:
+        """Set `num_drafts`. Returns whether to compute again what the drafter lacks.
+
+        num_steps: since the last decision
+        """
+        speeds = self._speeds(batch, batch.num_drafted)
+        best, current = max(speeds, key=lambda count: speeds[count]), self.num_drafts
+        if not any(speeds.values()):  # more requests than any graph has
+            self.num_drafts = 0
+        elif speeds[best] > (MORE if best > current else 1.0) * speeds[current]:
+            self.num_drafts = best
+        if self._lacks_too_much(batch, speeds[self.num_drafts], num_steps):
+            with_all = self._speeds(batch, batch.num_drafted + batch.num_lacking)
+            self.num_drafts = max(with_all, key=lambda count: with_all[count])
+            return True
+        if self.num_drafts:
+            self._gap, self._since = FIRST_GAP, 0
+            self._kept += num_steps
+            if self._kept >= FIRST_GAP:
+                self._patience = 1
+        else:
+            self._kept = 0
+            self._go_without(batch, num_steps)
+        return False
+
+    def _speeds(self, batch: Batch, num_drafted: int) -> dict[int, float]:
+        """Tokens a second by number of drafts, if so many requests get drafts."""
+        rates, found = self.acceptance.rates, {}
+        for count in self.counts:
+            seconds = self._seconds(batch.num_reqs, count)
+            gained = num_drafted * (expected_tokens(rates, count, batch.scale) - 1)
+            found[count] = (batch.num_reqs + gained) / seconds if seconds else 0.0
+        return found
+
+    def _seconds(self, num_reqs: int, num_drafts: int) -> float | None:
+        """Device and host work at the same time, if not all of it."""
+        seconds = self.times.at(num_reqs, num_drafts)
+        if seconds is None:
+            return None
+        host = self.host * HOST_DRAFTING if num_drafts else self.host
+        less, more = sorted((seconds + self.added, host))
+        return more + APART * less
+
+    def _lacks_too_much(self, batch: Batch, speed: float, num_steps: int) -> bool:
+        """Whether requests without drafts have cost as much time as it takes to mend that.
+
+        Each time that drafts did not last after it, it takes twice as much.
+        """
+        possible = max(self._speeds(batch, batch.num_drafted + batch.num_lacking).values())
+        if not batch.num_lacking or possible <= MORE * speed:
+            self._lost = 0.0
+            return False
+        seconds = self._seconds(batch.num_reqs, self.num_drafts) or 0.0
+        self._lost += num_steps * seconds * (1 - speed / possible)
+        cost = batch.tokens_lacking * self.times.seconds_per_token + REFILL * seconds
+        if self._lost < self._patience * cost:
+            return False
+        self._lost = 0.0
+        self._patience, self._kept = min(2 * self._patience, MOST_PATIENCE), 0
+        return True
+
+    def _go_without(self, batch: Batch, num_steps: int) -> None:
+        """Make a few drafts now and then: they may be accepted more often by now."""
+        self._since += num_steps
+        self.acceptance.forget(num_steps * FORGET)
+        if self._since < self._gap or not batch.num_drafted:
+            return
+        few = self.counts[1]
+        plain, drafted = (self._seconds(batch.num_reqs, count) for count in (0, few))
+        if plain is None or drafted is None:
+            return
+        if expected_tokens([HOPEFUL] * few, few) * plain > drafted:
+            self.num_drafts = few
+            self._gap, self._since = min(2 * self._gap, LAST_GAP), 0
+
+    # ---- after a step ----
+
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None = None) -> None:
+        if time is not None:
+            self._note_time(plan, time)
+        first = plan.rows[0]  # decodes come first
+        if not first.decodes or first.num_tokens == 1:
+            return
+        found = Counter(
+            (row.num_drafts, len(row.token_ids) - (not row.failed))
+            for row in result.rows
+            if row.num_drafts
+        )
+        if not self.has_kv:  # it found nothing to draft, which is as good as a wrong draft
+            missed = zip(plan.rows, result.rows, strict=True)
+            found[1, 0] += sum(row.decodes and not each.num_drafts for row, each in missed)
+        for (num_drafts, num_accepted), times in found.items():
+            self.acceptance.add(num_drafts, num_accepted, times)
+        if found:
+            self.acceptance.limit()
+
+    def _note_time(self, plan: StepPlan, time: StepTime) -> None:
+        expected = self.times.at(len(plan.rows), plan.num_drafts)
+        if expected is None:
+            return
+        if not self.host_computes:
+            busy = min(time.seconds - time.waited, MUCH * expected)
+            self.host += (busy - self.host) / AVERAGED
+            if time.waited < 0.02 * time.seconds:
+                return  # the device waits for the host: what it takes itself is not known
+        added = min(max(time.seconds - expected, 0.0), MUCH * expected)
+        self.added += (added - self.added) / AVERAGED
+
+    # ---- what it says ----
+
+    def metrics(self) -> dict[str, Any]:
+        return {"spec_decode_policy": self.describe()}
+
+    def describe(self) -> str:
+        """How many drafts at how many requests, with the usual acceptance."""
+        chosen: list[tuple[int, int]] = []  # number of drafts, up to this number of requests
+        usual = self.acceptance.usual
+        for size in self.times.sizes:
+            speeds = {
+                count: expected_tokens(usual, count) / seconds
+                for count in self.counts
+                if (seconds := self.times.at(size, count)) is not None
+            }
+            best = max(speeds, key=lambda count: speeds[count])
+            if chosen and chosen[-1][0] == best:
+                chosen.pop()
+            chosen.append((best, size))
+        parts: list[str] = []
+        least = 1
+        for place, (count, most) in enumerate(chosen):
+            drafts = f"{count} draft{'s' if count > 1 else ''}" if count else "none"
+            if place == len(chosen) - 1:
+                where = "above" if parts else "at any number of requests"
+            elif not parts:
+                where = f"at {least} to {most} requests" if most > least else "at 1 request"
+            else:
+                where = f"up to {most}"
+            parts.append(f"{drafts} {where}")
+            least = most + 1
+        return ", ".join(parts)

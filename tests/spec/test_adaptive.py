@@ -1,0 +1,206 @@
+"""The number of drafts changes from step to step, and no answer changes with it."""
+
+import functools
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stoop import LLM
+from stoop.batch.request_state import RequestState
+from stoop.check import graphs
+from stoop.check.workloads import GREEDY, Trace
+from stoop.config.errors import ConfigError
+from stoop.config.speculation import settle_speculation
+from stoop.core.request import Request
+from stoop.core.step import StepPlan
+from stoop.engine import choose_drafter
+from stoop.engine.draft_policy import AdaptiveDrafts, StepTimes
+from stoop.graph.sanitizer import SanitizerError
+from stoop.scheduler.plan import PlanBuilder
+from stoop.scheduler.prefix_cache import PrefixCache
+from stoop.scheduler.scheduler import Scheduler
+from support.draft_policies import RandomDrafts
+from support.drafters import MODES, DrafterStore, make_spec_llm, pairwise, run
+from support.engines import generate_ids
+
+EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
+DRAFTERS = ("eagle-noisy", "eagle3-noisy", "ngram-right", *(["eagle3-some"] if EVERY else []))
+MOST = (3, 7)
+AHEAD = (0, 2)
+SEEDS = tuple(range(10)) if EVERY else (1, 2)
+CAPTURED = ("full", "full_decode_only", "full_and_piecewise", "step")
+
+
+def make(
+    drafters: DrafterStore, name: str, most: int, mode: str, seed: int = 0, **options: Any
+) -> LLM:
+    spec = {"adaptive": True} if mode in CAPTURED else {}
+    options |= {"graph_mode": mode, "sanitize": mode != "none"}
+    llm = make_spec_llm(drafters.get(name), most, spec, **options)
+    counts = {3: (0, 1, 3), 7: (0, 1, 3, 7)}[most]
+    if mode in CAPTURED:
+        assert llm.config.schedule.draft_counts == counts
+        assert isinstance(llm.engine.core.drafts, AdaptiveDrafts)
+    llm.engine.core.drafts = RandomDrafts(counts, seed)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def expected(drafters: DrafterStore) -> "functools._lru_cache_wrapper[Trace]":
+    @functools.lru_cache
+    def trace(name: str, most: int) -> Trace:
+        return run(make_spec_llm(drafters.get(name), most, run_ahead=0), most)
+
+    return trace
+
+
+def check(llm: LLM, most: int, expected: Trace) -> Trace:
+    """Drafts after the same text are those of an engine that never pauses, as many as were made."""
+    trace = run(llm, most)
+    assert trace.answers == expected.answers
+    assert trace.finish_reasons == expected.finish_reasons
+    common = trace.drafts.keys() & expected.drafts.keys()
+    for key in common:
+        made = trace.drafts[key]
+        assert made == expected.drafts[key][: len(made)], key
+    llm.engine.scheduler.check_idle()
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "mode", "ahead", "seed"), [*pairwise(DRAFTERS, MOST, MODES, AHEAD, SEEDS)]
+)
+def test_no_answer_depends_on_the_number_of_drafts(
+    drafters: DrafterStore, expected: Any, name: str, most: int, mode: str, ahead: int, seed: int
+) -> None:
+    llm = make(drafters, name, most, mode, seed, run_ahead=ahead)
+    replayed: set[int | None] = set()
+    llm.engine.runner.executor.on_replay.append(lambda _, d: replayed.add(d.query_len))
+    trace = check(llm, most, expected(name, most))
+    policy = llm.engine.core.drafts
+    assert isinstance(policy, RandomDrafts) and len(set(policy.chosen)) == len(policy.counts)
+    if mode in CAPTURED:  # each number has graphs of its own
+        assert replayed >= {count + 1 for count in policy.counts}
+    assert trace.metrics["num_preemptions"] > 0
+    lengths = {len(drafts) for drafts in trace.drafts.values()}
+    assert lengths <= set(range(most + 1))
+    if name == "ngram-right":  # a lookup finds all drafts or none; the next step takes some
+        assert {0, most} <= lengths
+    else:
+        assert {0, 1} < lengths
+        assert trace.metrics["num_computed_again"] > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "piecewise"])
+def test_it_needs_graphs_of_decodes(drafters: DrafterStore, mode: str) -> None:
+    for spec in ({"adaptive": True}, {"num_speculative_tokens": "auto", "adaptive": None}):
+        with pytest.raises(ConfigError, match="set graph_mode to step or full"):
+            make_spec_llm(drafters.get("eagle3-right"), 3, spec, graph_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("number", "adaptive", "counts"),
+    [
+        (3, None, (0, 1, 3)),  # as on a GPU
+        (3, True, (0, 1, 3)),
+        ("auto", None, (0, 1, 3)),
+        (3, False, (3,)),
+    ],
+)
+def test_check_varies_the_drafts_where_engines_do(
+    monkeypatch: pytest.MonkeyPatch, number: Any, adaptive: Any, counts: tuple[int, ...]
+) -> None:
+    def settle_as_on_a_gpu(*given: Any) -> Any:
+        return settle_speculation(*given[:4], True)
+
+    found: dict[str, tuple[int, ...]] = {}
+
+    def note(llm: LLM, case: graphs.Case, *_: Any) -> graphs.Case:
+        found[case.mode] = llm.config.schedule.draft_counts
+        return case
+
+    monkeypatch.setattr(choose_drafter, "settle_speculation", settle_as_on_a_gpu)
+    monkeypatch.setattr(graphs, "_check", note)
+    monkeypatch.setattr(graphs, "_record_eager", lambda *_: {})
+    spec = {"method": "eagle3", "model": "tiny", "num_speculative_tokens": number}
+    asked = {"device": "cpu", "speculative_config": spec | {"adaptive": adaptive}}
+    with graphs.tiny_model("tiny", asked) as (folder, engine):
+        modes, backends = ("piecewise", "full", "step"), ("reference",)
+        assert len([*graphs.run_checks(folder, modes, backends, engine, lambda *_: None)]) == 3
+    assert found == {"piecewise": (3,), "full": counts, "step": counts}
+
+
+def test_a_head_that_knows_nothing_is_left_out(drafters: DrafterStore) -> None:
+    """The policy that engines have, with the times of this machine."""
+    spec = {"num_speculative_tokens": "auto", "adaptive": None}
+    llm = make_spec_llm(drafters.get("eagle3-random"), 3, spec, graph_mode="step")
+    policy = llm.engine.core.drafts
+    assert isinstance(policy, AdaptiveDrafts)
+    # A draft costs a quarter of a step, whatever this machine says.
+    seconds = {(size, k): 1.0 + 0.25 * k for size in policy.times.sizes for k in policy.counts}
+    policy.times = StepTimes(seconds)
+    long = GREEDY.replace(max_tokens=60)
+    plain = make_spec_llm(drafters.get("eagle3-random"), 0)
+    every = [[n] for n in range(12)]
+    assert generate_ids(llm, every, long) == generate_ids(plain, every, long)
+    metrics = llm.metrics()
+    assert metrics["num_steps_by_drafts"][0] > 0.5 * metrics["num_steps"]
+    assert metrics["spec_decode_num_accepted_tokens"] == 0
+    assert metrics["num_drafts_not_made"] > 0 and not metrics["drafting"]
+
+
+# ---- bugs put back ----
+
+
+def draft_after_a_gap(patch: pytest.MonkeyPatch) -> None:
+    """Requests that went without the drafter get drafts again, with KV that it never wrote."""
+    patch.setattr(Request, "lose_drafter_kv", lambda self: False)
+
+
+def forget_the_limit(patch: pytest.MonkeyPatch) -> None:
+    """The host knows of the gap, the device does not."""
+    patch.setattr(RequestState, "stop_drafts", lambda self, staged, slot: None)
+
+
+def offer_blocks_after_a_gap(patch: pytest.MonkeyPatch) -> None:
+    insert = PrefixCache.insert
+
+    def mutant(self: PrefixCache, request: Request) -> None:
+        kept, request.num_drafter_kv = request.num_drafter_kv, None
+        insert(self, request)
+        request.num_drafter_kv = kept
+
+    patch.setattr(PrefixCache, "insert", mutant)
+    patch.setattr(Request, "lacks_drafter_kv", lambda self, num_tokens: False)
+
+
+def leave_out_prompts(patch: pytest.MonkeyPatch) -> None:
+    """Prompts lack the drafter's KV, although drafts follow."""
+    finish = Scheduler._finish_plan
+
+    def mutant(self: Scheduler, plan: PlanBuilder) -> StepPlan:
+        step = finish(self, plan)
+        return step if self.num_drafts else replace(step, num_drafts=0)
+
+    patch.setattr(Scheduler, "_finish_plan", mutant)
+
+
+MUTANTS = [
+    draft_after_a_gap,
+    forget_the_limit,
+    offer_blocks_after_a_gap,
+    leave_out_prompts,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
+def test_a_mutant_is_caught(
+    drafters: DrafterStore, expected: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any
+) -> None:
+    wanted = expected("eagle-noisy", 3)
+    mutant(monkeypatch)
+    llm = make(drafters, "eagle-noisy", 3, "step", seed=1, run_ahead=2)
+    with pytest.raises((AssertionError, SanitizerError)):
+        check(llm, 3, wanted)

@@ -1,0 +1,36 @@
+"""Choose the number of drafts by chance, whatever it costs."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from stoop.core.step import StepPlan, StepResult
+from stoop.engine.draft_policy import StepTime
+from stoop.scheduler.scheduler import Scheduler
+
+
+class RandomDrafts:
+    """Holds a number for a few steps; now and then what the drafter lacks is computed again."""
+
+    def __init__(self, counts: Sequence[int], seed: int) -> None:
+        self.counts = counts
+        self.random = random.Random(seed)
+        self.num_drafts = 0
+        self.left = 0  # steps
+        self.chosen: list[int] = []
+
+    def choose(self, scheduler: Scheduler) -> None:
+        if self.left == 0:
+            self.left = self.random.choice((1, 1, 2, 5))
+            self.num_drafts = self.random.choice(self.counts)
+            lacking = any(each.num_drafter_kv is not None for each in scheduler.running)
+            scheduler.redraft |= lacking and self.random.random() < 0.3
+        self.left -= 1
+        self.chosen.append(self.num_drafts)
+        scheduler.num_places = scheduler.num_drafts = self.num_drafts
+
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
+        assert plan.num_drafts <= self.counts[-1] and len(result.rows) == len(plan.rows)
+
+    def metrics(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,299 @@
+"""How many drafts a step makes, by times given by hand."""
+
+import random
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoop.core.step import RowResult, StepPlan, StepResult
+from stoop.engine.draft_policy import (
+    EVERY,
+    FIRST_GAP,
+    LAST_GAP,
+    PRIOR,
+    REFILL,
+    USUAL,
+    Acceptance,
+    AdaptiveDrafts,
+    Batch,
+    StepTime,
+    StepTimes,
+    expected_tokens,
+    usual_rates,
+)
+
+COUNTS = (0, 1, 3)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# A memory-bound step takes 4 ms however few tokens it has; above 128 tokens it takes as long as
+# they are many. A draft takes 0.2 ms more.
+TIMES = StepTimes(
+    {
+        (size, count): 0.004 * max(1.0, size * (count + 1) / 128) + 0.0002 * count
+        for size in SIZES
+        for count in COUNTS
+        if size * (count + 1) <= 512
+    }
+)
+
+
+class Row(NamedTuple):
+    """Of a plan, as far as the policy looks."""
+
+    decodes: bool
+    num_tokens: int
+
+
+DECODE = Row(True, 4)
+
+
+def settled(policy: AdaptiveDrafts, num_reqs: int, rate: float, steps: int = 400) -> float:
+    """Serve so many requests, whose drafts are accepted at a rate. Returns tokens a second."""
+    source, tokens, seconds = random.Random(1), 0, 0.0
+    has_kv, known = True, 100
+    for step in range(steps):
+        if step % EVERY == 0:
+            drafted = num_reqs if has_kv else 0
+            lacking = num_reqs - drafted
+            if policy.decide(Batch(num_reqs, drafted, lacking, lacking * known)):
+                seconds += num_reqs * known * policy.times.seconds_per_token
+                has_kv = True
+        count = policy.num_drafts
+        has_kv &= count > 0
+        rows = []
+        for _ in range(num_reqs):
+            accepted = 0
+            while has_kv and accepted < count and source.random() < rate:
+                accepted += 1
+            rows.append(RowResult("r", 0, [1] * (accepted + 1), count if has_kv else 0))
+            tokens += accepted + 1
+        policy.note(
+            StepPlan(step, [DECODE._replace(num_tokens=count + 1)], count), StepResult(step, rows)
+        )  # type: ignore[list-item]
+        time = policy.times.at(num_reqs, count)
+        assert time is not None, "only captured sizes are chosen"
+        seconds += time
+    return tokens / seconds
+
+
+def best_fixed(num_reqs: int, rate: float) -> float:
+    return max(
+        num_reqs * expected_tokens([rate] * count, count) / time
+        for count in COUNTS
+        if (time := TIMES.at(num_reqs, count)) is not None
+    )
+
+
+@pytest.mark.parametrize("num_reqs", SIZES)
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
+def test_it_is_as_fast_as_the_best_fixed_number(num_reqs: int, rate: float) -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    settled(policy, num_reqs, rate, steps=200)  # learns
+    assert settled(policy, num_reqs, rate, steps=1000) > 0.96 * best_fixed(num_reqs, rate)
+
+
+def test_a_head_that_is_never_right_is_left_out_soon() -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    plain = 1 / 0.004
+    assert settled(policy, 1, 0.0, steps=160) > 0.93 * plain
+    assert policy.num_drafts == 0
+    assert settled(policy, 1, 0.0, steps=1000) > 0.99 * plain
+
+
+def test_drafts_come_back_when_the_batch_shrinks() -> None:
+    """What the drafter lacks is computed again once going without has cost as much."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.decide(Batch(256, 256))
+    assert policy.num_drafts == 0
+    lacking = 4 * 300
+    steps = 0
+    while not policy.decide(Batch(4, 0, 4, lacking)):
+        assert policy.num_drafts == 0
+        steps += EVERY
+    assert policy.num_drafts == 3
+    gain = 1 - TIMES.at(4, 3) / (TIMES.at(4, 0) * expected_tokens([USUAL] * 3, 3))  # type: ignore[operator]
+    cost = lacking * TIMES.seconds_per_token + REFILL * 0.004
+    assert cost / (0.004 * gain) - EVERY <= steps <= cost / (0.004 * gain) + EVERY
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.decide(Batch(256, 256))
+    assert not any(policy.decide(Batch(256, 0, 256, 9)) for _ in range(999)), "no gain"
+
+
+def test_drafts_that_do_not_last_come_back_later_and_later() -> None:
+    """A request whose drafts are bad, after many whose drafts were good."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    again = []
+    for step in range(0, 20000, EVERY):
+        drafted = 0 if policy.num_drafts == 0 else 1
+        if policy.decide(
+            Batch(1, drafted, 1 - drafted, 50 * (1 - drafted), 0.02 if drafted else 1)
+        ):
+            again.append(step)
+    gaps = [b - a for a, b in pairwise(again)]
+    assert len(again) < 60 and gaps[-1] > 8 * gaps[0]
+
+
+def test_more_requests_than_any_graph_has_get_none() -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.decide(Batch(1000, 1000))
+    assert policy.num_drafts == 0
+
+
+def test_probes_are_rare_and_rarer() -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.acceptance.add(3, 0, times=500)
+    probes = []
+    for step in range(0, 6000, EVERY):
+        policy.decide(Batch(8, 8))  # new requests all the time
+        if policy.num_drafts:
+            assert policy.num_drafts == 1
+            probes.append(step)
+            policy.acceptance.add(1, 0, times=8 * EVERY)
+    gaps = [b - a for a, b in pairwise(probes)]
+    assert gaps[0] <= 2 * FIRST_GAP + 2 * EVERY and gaps == sorted(gaps)
+    assert LAST_GAP - EVERY <= gaps[-1] <= LAST_GAP + 3 * EVERY
+    policy.acceptance.add(1, 1, times=500)  # better ones
+    policy.decide(Batch(8, 8))
+    assert policy.num_drafts > 0
+
+
+def test_without_requests_that_get_drafts_there_is_no_probe() -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.acceptance.add(3, 0, times=500)
+    for _ in range(100):
+        assert not policy.decide(Batch(8, 0, 8, 10**9))
+        assert policy.num_drafts == 0
+
+
+def test_a_change_must_be_worth_it() -> None:
+    """Two numbers that are about as fast do not take turns."""
+    even = StepTimes({(8, 0): 1.0, (8, 1): 1.5, (8, 3): 1.6})
+    policy = AdaptiveDrafts(even, COUNTS, [0.5, 0.2, 0.0])
+    policy.acceptance.add(1, 1, times=250)
+    policy.acceptance.add(1, 0, times=250)
+    policy.decide(Batch(8, 8))
+    chosen = []
+    for step in range(200):
+        policy.acceptance.add(1, step % 2, times=4)
+        policy.acceptance.limit()
+        policy.decide(Batch(8, 8))
+        chosen.append(policy.num_drafts)
+    changes = sum(a != b for a, b in pairwise(chosen))
+    assert changes <= 2 * 200 * EVERY // LAST_GAP + 10, "but for probes, it stays as it is"
+
+
+def observe(policy: AdaptiveDrafts, num_reqs: int, seconds: float, waited: float) -> None:
+    rows = [Row(True, 1)] * num_reqs
+    for step in range(200):
+        plan = StepPlan(step, rows, policy.num_drafts)  # type: ignore[arg-type]
+        policy.note(plan, StepResult(step, []), StepTime(seconds, waited))
+
+
+@pytest.mark.parametrize("host_computes", [False, True])
+def test_long_contexts_favour_drafts(host_computes: bool) -> None:
+    """Their KV is read once a step, whatever is verified."""
+    policy = AdaptiveDrafts(TIMES, COUNTS, host_computes=host_computes)
+    policy.decide(Batch(64, 64))
+    assert policy.num_drafts == 1
+    expected = TIMES.at(64, 1)
+    assert expected is not None
+    observe(policy, 64, 3 * expected, 0.0 if host_computes else 2 * expected)
+    assert policy.added == pytest.approx(2 * expected, rel=0.01)
+    policy.decide(Batch(64, 64))
+    assert policy.num_drafts == 3
+
+
+def test_a_slow_host_favours_drafts() -> None:
+    """A step takes it as long however many there are, so the more tokens the better."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.decide(Batch(64, 64))
+    assert policy.num_drafts == 1
+    observe(policy, 64, 0.0085, waited=0.0)
+    assert policy.added == 0 and policy.host == pytest.approx(0.0085, rel=0.01)
+    policy.decide(Batch(64, 64))
+    assert policy.num_drafts == 3
+
+
+def test_a_slow_host_does_not_excuse_useless_drafts() -> None:
+    """What they take the device is hidden by the host, but not all of it."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.acceptance.add(3, 0, times=500)
+    observe(policy, 8, 0.011, waited=0.0)
+    policy.decide(Batch(8, 8))
+    assert policy.num_drafts == 0
+
+
+def test_prompts_do_not_count_as_what_steps_take() -> None:
+    """A step with a long prompt takes many times as long as it would without."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.decide(Batch(8, 8))
+    observe(policy, 8, 5.0, waited=4.9)
+    assert policy.added <= 3 * TIMES.at(8, 3)  # type: ignore[operator]
+
+
+def test_a_batch_of_worse_texts_gets_fewer() -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.decide(Batch(32, 32, scale=1.2))
+    assert policy.num_drafts == 3
+    policy.decide(Batch(32, 32, scale=0.3))
+    assert policy.num_drafts == 1
+
+
+# ---- acceptance ----
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=60))
+def test_rates_are_conditional_on_all_drafts_before(seen: list[tuple[int, int]]) -> None:
+    found = Acceptance([USUAL] * 3)
+    seen = [(drafts, min(accepted, drafts)) for drafts, accepted in seen]
+    for drafts, accepted in seen:
+        found.add(drafts, accepted)
+    for place, rate in enumerate(found.rates):
+        tried = sum(drafts > place and accepted >= place for drafts, accepted in seen)
+        passed = sum(accepted > place for _, accepted in seen)
+        assert rate == pytest.approx((PRIOR * USUAL + passed) / (PRIOR + tried))
+
+
+def test_old_drafts_lose_weight() -> None:
+    found = Acceptance([USUAL])
+    for _ in range(100):
+        found.add(1, 0, times=100)
+        found.limit()
+    for _ in range(12):
+        found.add(1, 1, times=100)
+        found.limit()
+    assert found.rates[0] > 0.85
+    for _ in range(50):
+        found.forget(0.2)
+    assert found.rates[0] == pytest.approx(USUAL, abs=0.01)
+
+
+def test_usual_rates_give_the_lengths_back() -> None:
+    rates = usual_rates([1.8, 2.4, 2.8], 5)
+    assert [expected_tokens(rates, count) for count in (1, 2, 3)] == pytest.approx([1.8, 2.4, 2.8])
+    assert rates[3] == rates[4] == rates[2]
+    assert usual_rates([], 2) == [USUAL, USUAL]
+    assert expected_tokens([0.5, 0.5], 2, scale=10) == pytest.approx(1 + 0.98 + 0.98**2)
+
+
+def test_times_are_those_of_the_next_captured_size() -> None:
+    times = StepTimes({(1, 0): 1.0, (4, 0): 2.0, (4, 1): 3.0})
+    assert [times.at(size, 0) for size in (1, 2, 4, 5)] == [1.0, 2.0, 2.0, None]
+    assert times.at(1, 1) == 3.0 and times.at(1, 3) is None
+    assert times.sizes == [1, 4] and times.seconds_per_token == 3.0 / 8
+
+
+# ---- what it says ----
+
+
+def test_it_says_how_many_drafts_at_how_many_requests() -> None:
+    assert AdaptiveDrafts(TIMES, COUNTS).describe() == (
+        "3 drafts at 1 to 32 requests, 1 draft up to 64, none above"
+    )
+    slow = StepTimes({(size, count): 1.0 + count for size in (1, 8) for count in COUNTS})
+    assert AdaptiveDrafts(slow, COUNTS).describe() == "none at any number of requests"
+    fast = StepTimes({(size, count): 1.0 for size in (1, 8) for count in COUNTS})
+    assert AdaptiveDrafts(fast, COUNTS).describe() == "3 drafts at any number of requests"
