@@ -21,11 +21,12 @@ import torch
 
 from stoop.config.backends import serving_backends
 from stoop.config.schema import DeviceConfig, EngineOptions
-from stoop.config.speculation import MAX_DRAFTS, parse_speculation
+from stoop.config.speculation import AUTO, MAX_DRAFTS, fixed_drafts, parse_speculation
 from stoop.core.report import Report
 from stoop.core.sampling_params import SamplingParams
 from stoop.core.step import StepPlan
 from stoop.engine.choose_drafter import expand_auto
+from stoop.engine.draft_policy import HeldDrafts
 from stoop.graph.descriptor import BatchExecutionDescriptor
 from stoop.layers.attention import Attention
 from stoop.llm import LLM
@@ -60,6 +61,7 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
+        "mtp_num_hidden_layers": 1,
     },
     "tiny-granite-h": _HYBRID
     | {
@@ -110,6 +112,13 @@ class Recorded:
 
     answers: list[list[int]]
     drafts: dict[tuple[str, int], list[int]]
+
+    def drafts_as(self, other: "Recorded", all_of_them: bool) -> bool:
+        """Whether the same drafts follow the same tokens: all of them, or the first ones."""
+        if all_of_them:
+            return self.drafts == other.drafts
+        common = self.drafts.keys() & other.drafts.keys()
+        return all(self.drafts[key] == other.drafts[key][: len(self.drafts[key])] for key in common)
 
 
 @contextmanager
@@ -164,7 +173,8 @@ def run_checks(
 ) -> Iterator[Case]:
     """Yield cases one after another, each with a new engine. backends: None means all usable"""
     where, asked = find_device(engine.get("device", "auto")), engine.get("speculative_config")
-    engine = {**engine, "speculative_config": expand_auto(asked, folder, where)}
+    asked = expand_auto(asked, folder, where)
+    engine = {**engine, "speculative_config": fixed_drafts(asked)}
     options = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_REQS,
@@ -189,7 +199,10 @@ def run_checks(
     total = len(backends) * len(modes)
     for done, (backend, mode) in enumerate((b, m) for b in backends for m in modes):
         report(f"checking {backend} {mode}", done, total)
-        llm = LLM(folder, graph_mode=mode, attention_backend=backend, sanitize=True, **options)
+        given = {**options, "graph_mode": mode, "attention_backend": backend, "sanitize": True}
+        if mode != "piecewise":
+            given["speculative_config"] = _as_engines_do(asked)
+        llm = LLM(folder, **given)
         yield _check(llm, Case(backend, mode), workloads, expected)
 
 
@@ -199,9 +212,20 @@ def _usable_backends(device: DeviceConfig, head_sizes: Sequence[int]) -> list[st
     return [name for name in found if compiles or name != "native"]
 
 
+def _as_engines_do(asked: Any) -> dict[str, Any] | None:
+    """The same number of drafts at most; whether it varies is left to the engine or the user."""
+    spec, given = parse_speculation(asked), fixed_drafts(asked)
+    if spec is None or given is None:
+        return None
+    adaptive = True if spec.num_speculative_tokens == AUTO else spec.adaptive
+    del given["adaptive"]
+    return given if adaptive is None else {**given, "adaptive": adaptive}
+
+
 def _num_drafts(engine: dict[str, Any]) -> int:
     spec = parse_speculation(engine.get("speculative_config"))
-    return (spec.num_speculative_tokens or MAX_DRAFTS) if spec else 0
+    given = spec.num_speculative_tokens if spec else 0
+    return given if isinstance(given, int) else MAX_DRAFTS
 
 
 def _record_eager(eager: LLM, workloads: list[Workload]) -> dict[str, Recorded]:
@@ -229,21 +253,24 @@ def _check(
     used: set[tuple[str, BatchExecutionDescriptor]] = set()
     executor.on_replay.append(lambda name, descriptor: used.add((name, descriptor)))
     failures = []
-    for workload in workloads:
+    counts = llm.config.schedule.draft_counts
+    for num_drafts, workload in ((count, each) for count in counts for each in workloads):
         case.num_workloads += 1
+        where = f"{case.backend} {case.mode}, {workload.name}"
+        if len(counts) > 1:
+            llm.engine.core.drafts = HeldDrafts(num_drafts)
+            where += f", {num_drafts} drafts"
         try:
             recorded = _run(llm, workload)
         except Exception as error:  # a stale graph may fail in any way
-            failures.append(f"{case.backend} {case.mode}, {workload.name}: {error}")
+            failures.append(f"{where}: {error}")
             continue
-        if expected is not None and recorded.answers != expected[workload.name].answers:
-            failures.append(
-                f"{case.backend} {case.mode}, {workload.name}: tokens differ from eager"
-            )
-        if expected is not None and recorded.drafts != expected[workload.name].drafts:
-            failures.append(
-                f"{case.backend} {case.mode}, {workload.name}: drafts differ from eager"
-            )
+        if expected is None:
+            continue
+        if recorded.answers != expected[workload.name].answers:
+            failures.append(f"{where}: tokens differ from eager")
+        if not recorded.drafts_as(expected[workload.name], all_of_them=num_drafts == counts[-1]):
+            failures.append(f"{where}: drafts differ from eager")
     managers = executor.managers.items()
     captured = [(name, each) for name, manager in managers for each in manager.descriptors]
     for name, descriptor in captured:

@@ -76,9 +76,9 @@ def check(
     """Check that every graph replay equals eager execution, bit for bit.
 
     Runs with the sanitizer on. With a drafter (-sc), its phases are checked too; for a tiny model,
-    its head may be "tiny" as well. With --mutants, past bugs are put back into tiny engines
-    instead, and each must be caught. The last line is JSON; the exit code is 1 if anything differs
-    or a bug is missed.
+    its EAGLE head may be "tiny" as well, and tiny-qwen3.5 has an MTP head. With --mutants, past
+    bugs are put back into tiny engines instead, and each must be caught. The last line is JSON; the
+    exit code is 1 if anything differs or a bug is missed.
     """
     if mutants:
         _refuse_with_mutants(model, modes, backends, engine)
@@ -145,7 +145,7 @@ def _print_mutants(findings: list[Any]) -> None:
     for finding in findings:
         mutant = finding.mutant
         table.add_row(
-            "draft" if mutant.drafter else "target",
+            mutant.part,
             mutant.label,
             str(mutant.report or ""),
             *finding.cells,

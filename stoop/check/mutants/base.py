@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from unittest import mock
 
 
@@ -25,6 +25,12 @@ class Patch:
         self._replaced.close()
 
 
+class Replaces(Protocol):
+    """`Patch`, or what pytest has for the same purpose."""
+
+    def setattr(self, owner: Any, name: str, value: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A bug, where it is put back, and what catches it."""
@@ -42,13 +48,21 @@ class Mutant:
     report: int | None = None  # number of the vLLM pull request that mended this very bug
     drafter: str | None = None  # None for a bug in the target's graphs; see harness.py
     num_drafts: int = 0
+    model: str | None = None  # a hybrid of check/graphs.py, for a bug in its recurrent state
 
     # Not in an attention backend, and harmless to a GPU's context: it can run with triton there.
     any_backend: bool = False
 
     @property
     def label(self) -> str:
-        return f"{self.name} ({self.mode}, {self.backend})"
+        return f"{self.name} ({self.mode}, {self.model or self.backend})"
+
+    @property
+    def part(self) -> str:
+        """Of an engine, that has the bug."""
+        if self.model is not None:
+            return "state"
+        return "target" if self.drafter is None else "draft"
 
     @property
     def cells(self) -> tuple[str, str]:

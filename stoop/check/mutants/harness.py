@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from stoop.check.graphs import TINY_CONFIG
-from stoop.check.mutants import drafts, graphs, pieces, planned, prefill
+from stoop.check.graphs import TINY, TINY_CONFIGS
+from stoop.check.mutants import drafts, graphs, hybrid, pieces, planned, prefill
 from stoop.check.mutants.base import Mutant, Patch, applied, is_stray
 from stoop.check.steps import watch_steps
 from stoop.check.workloads import (
@@ -29,10 +29,12 @@ from stoop.graph.sanitizer import SanitizerError
 from stoop.llm import LLM
 
 DRAFT_MUTANTS = (*prefill.MUTANTS, *drafts.MUTANTS, *pieces.MUTANTS, *planned.MUTANTS)
-MUTANTS = (*graphs.MUTANTS, *DRAFT_MUTANTS)
+MUTANTS = (*graphs.MUTANTS, *DRAFT_MUTANTS, *hybrid.MUTANTS)
 # How strongly attention perturbs a head named "noisy": its drafts are right or wrong depending on
 # its KV. One named "right" always is.
 HEAD_NOISE = {"eagle": 0.15, "eagle3": 0.0008}
+# Of hybrids: it finds drafts in most texts, and many are wrong.
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 MIN_LIKENESS = 0.7  # of a mistyped name
 
 
@@ -100,7 +102,8 @@ class Finding:
         equality, sanitizer = self.cells
         return {
             "mutant": mutant.name,
-            "drafts": mutant.drafter is not None,
+            "drafts": mutant.part == "draft",
+            "model": mutant.model,
             "mode": mutant.mode,
             "backend": mutant.backend,
             "mechanism": mutant.mechanism,
@@ -129,11 +132,11 @@ class TinyEngines:
         self.root = root
         self.device = device
         self.exact = device == "cpu"  # in lower precision, a logit's last bits depend on the batch
-        self._expected: dict[tuple[str | None, int], Trace] = {}
+        self._expected: dict[tuple[str | None, str | None, int], Trace] = {}
 
     def expected(self, mutant: Mutant) -> Trace:
         """What eager steps do without the bug."""
-        key = (mutant.drafter, mutant.num_drafts)
+        key = (mutant.model, mutant.drafter, mutant.num_drafts)
         if key not in self._expected:
             options = {"graph_mode": "none", "attention_backend": "reference"}
             self._expected[key] = self._answer(self._make(mutant, **options), mutant)
@@ -163,8 +166,11 @@ class TinyEngines:
         options["dtype"] = "float64" if self.exact else "float32"  # kernels have no float64
         if options["graph_mode"] == "none":
             del options["capture_sizes"]
+        if mutant.model is not None:
+            options["speculative_config"] = NGRAM | {"num_speculative_tokens": mutant.num_drafts}
+            return LLM(self._tiny(mutant.model), load_format="dummy", **options)
         if mutant.drafter is None:
-            return LLM(self._tiny(), load_format="dummy", speculative_config=None, **options)
+            return LLM(self._tiny(TINY), load_format="dummy", speculative_config=None, **options)
         options["speculative_config"] = {
             "method": mutant.drafter.partition("-")[0],
             "model": self._head(mutant.drafter),
@@ -177,11 +183,11 @@ class TinyEngines:
             return answer_arrivals(llm, mutant.num_drafts, toy.SIZE)
         return Trace([list(answer.token_ids) for answer in answer_batches(llm)])
 
-    def _tiny(self) -> str:
-        folder = self.root / "tiny"
+    def _tiny(self, name: str) -> str:
+        folder = self.root / name
         if not folder.exists():
             folder.mkdir(parents=True)
-            (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+            (folder / "config.json").write_text(json.dumps(TINY_CONFIGS[name]))
         return str(folder)
 
     def _toy(self) -> str:
@@ -264,6 +270,7 @@ def healthy(mutant: Mutant) -> Mutant:
         by_equality=False,
         drafter=mutant.drafter,
         num_drafts=mutant.num_drafts,
+        model=mutant.model,
     )
 
 

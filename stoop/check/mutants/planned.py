@@ -1,17 +1,11 @@
 """Bugs in the plans that the host makes for FlashInfer's draft decodes."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from stoop.attention.flashinfer import FlashInferBackend
 from stoop.batch.input_batch import InputBatch
-from stoop.check.mutants.base import draft_mutant
-
-
-class Replaces(Protocol):
-    """`Patch`, or what pytest has for the same purpose."""
-
-    def setattr(self, owner: Any, name: str, value: Any) -> None: ...
+from stoop.check.mutants.base import Replaces, draft_mutant
 
 
 def skip_the_plan(of_drafts: bool) -> Callable[[Replaces], None]:
