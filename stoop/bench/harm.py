@@ -159,7 +159,7 @@ def _start(setting: Setting, key: EngineKey) -> LLM:
     if key.mode == "none":
         del options["capture_sizes"]
     if key.num_drafts:
-        drafter = {**setting.drafter, "num_speculative_tokens": key.num_drafts}
+        drafter = {**setting.drafter, "num_speculative_tokens": key.num_drafts, "adaptive": False}
         options["speculative_config"] = drafter
     return LLM(setting.model, **options)
 

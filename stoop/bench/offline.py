@@ -78,7 +78,7 @@ class LatencyResult:
 
 
 def measure_throughput(llm: LLM, load: Load) -> RunResult:
-    _check_room(llm, load)
+    check_length(llm, load)
     run(llm, Load(min(2, load.num_requests), load.input_len, 4))  # warm-up
     return run(llm, load)
 
@@ -92,7 +92,7 @@ def measure_latency(
     weight_bytes = sum(p.numel() * p.element_size() for p in llm.engine.runner.model.parameters())
     results = []
     for load in loads:
-        _check_room(llm, load)
+        check_length(llm, load)
         runs, peer_speeds = [], []
         run(llm, Load(load.num_requests, load.input_len, 4))
         if peer:
@@ -146,7 +146,7 @@ def random_prompts(llm: LLM, load: Load) -> list[list[int]]:
     ]
 
 
-def _check_room(llm: LLM, load: Load) -> None:
+def check_length(llm: LLM, load: Load) -> None:
     limit = llm.config.schedule.max_model_len
     if load.input_len + load.output_len > limit:
         raise ConfigError(

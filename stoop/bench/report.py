@@ -240,7 +240,7 @@ def print_profile(
 
 
 def _setting(shape: str, config: Config, load: StepLoad) -> str:
-    drafts = f"K = {config.schedule.num_drafts}" if config.spec else "plain"
+    drafts = f"K = {config.schedule.num_drafts} ({config.spec.method})" if config.spec else "plain"
     context = f"{'context' if load.planted else 'prompt'} {load.length}"
     return f"{shape}, {drafts}, {context}, {config.device.dtype} on {config.device.device}"
 
@@ -249,6 +249,7 @@ def _setting_record(shape: str, config: Config, load: StepLoad) -> dict[str, Any
     return {
         "shape": shape,
         "k": config.schedule.num_drafts,
+        "head": config.spec.method if config.spec else None,
         "prompt_len": None if load.planted else load.length,
         "context": load.length if load.planted else None,
         "graph_mode": config.graph.mode,

@@ -1,13 +1,15 @@
 """Models of a given shape: dummy weights that need no download, or a local checkpoint.
 
-With drafts, the model gets an EAGLE-3 head with random weights, and none of its drafts is accepted:
-a step yields one token per request at the full cost of drafting and verification.
+With drafts, the model gets an EAGLE-3 head with random weights, or uses its own MTP head, and none
+of the drafts is accepted: a step yields one token per request at the full cost of drafting and
+verification.
 """
 
 import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ QWEN3_5 = {
     "partial_rotary_factor": 0.25,
     "rope_theta": 10000000.0,
     "vocab_size": 248320,
+    "mtp_num_hidden_layers": 1,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA
@@ -154,17 +157,43 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 MIN_POSITIONS = 8192
 DRAFT_VOCAB = 32000
+HEADS = ("eagle3", "mtp")
+
+
+@dataclass(frozen=True)
+class ShapeHead:
+    """What drafts for a shape."""
+
+    kind: str = HEADS[0]  # one of HEADS
+    draft_vocab_size: int | None = None  # as in speculative_config
+
+    def __post_init__(self) -> None:
+        if self.kind not in HEADS:
+            raise ConfigError(f"--head {self.kind}: use {' or '.join(HEADS)}")
+        if self.draft_vocab_size is not None and self.kind == "eagle3":
+            raise ConfigError(
+                f"--draft-vocab-size {self.draft_vocab_size} is for heads that use the target's LM "
+                "head, and that of --head eagle3 has its own: use --head mtp"
+            )
+
+    def options(self) -> dict[str, Any]:
+        size = self.draft_vocab_size
+        return {"method": self.kind} | ({} if size is None else {"draft_vocab_size": size})
+
+
+EAGLE3 = ShapeHead()
 
 
 @contextmanager
 def open_shape(
-    shape: str, num_drafts: int, num_positions: int
+    shape: str, num_drafts: int | str, num_positions: int, head: ShapeHead = EAGLE3
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a model folder and its engine options; the files exist until the block ends.
 
     A path keeps its own weights and its config's maximum number of positions.
+    num_drafts: a text goes to the engine as it is
     """
-    if not 0 <= num_drafts <= MAX_DRAFTS:
+    if not isinstance(num_drafts, str) and not 0 <= num_drafts <= MAX_DRAFTS:
         raise ConfigError(f"--k {num_drafts}: use 1 to {MAX_DRAFTS} drafts per step, or 0 for none")
     dummy = shape in SHAPES
     if not dummy and not Path(shape).expanduser().exists():
@@ -179,8 +208,11 @@ def open_shape(
         else:
             folder = resolve_model(shape)
         if num_drafts:
-            head = _write_head(Path(root, "head"), folder, with_weights=not dummy)
-            options["speculative_config"] = _never_accepted(head, num_drafts)
+            drafter = head.options()
+            if head.kind == "eagle3":
+                place = _write_head(Path(root, "head"), folder, with_weights=not dummy)
+                drafter["model"] = str(place)
+            options["speculative_config"] = drafter | _never_accepted(num_drafts)
         yield str(folder), options
 
 
@@ -216,13 +248,12 @@ def head_config(target: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _never_accepted(head: Path, num_drafts: int) -> dict[str, Any]:
+def _never_accepted(num_drafts: int | str) -> dict[str, Any]:
     return {
-        "method": "eagle3",
-        "model": str(head),
         "num_speculative_tokens": num_drafts,
+        "adaptive": isinstance(num_drafts, str),  # a number of drafts is made in every step
         "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [0.0] * num_drafts,
+        "synthetic_acceptance_length": 1,  # tokens per step
     }
 
 

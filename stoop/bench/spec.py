@@ -68,6 +68,7 @@ def _start_all(
     llms = {("none", 0): start(target, options)}
     for name, head in (("right", right), ("useless", useless)):
         for num_drafts in draft_counts:
-            spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts}
+            spec = {"method": "eagle3", "model": str(head), "adaptive": False}
+            spec["num_speculative_tokens"] = num_drafts
             llms[name, num_drafts] = start(target, {**options, "speculative_config": spec})
     return llms

@@ -18,7 +18,7 @@ import torch
 
 from stoop.bench.offline import Load, random_prompts
 from stoop.bench.profile import DeviceTimes, Trace, device_times, read_trace, tracing
-from stoop.bench.shapes import open_shape
+from stoop.bench.shapes import EAGLE3, ShapeHead, open_shape
 from stoop.bench.spec import Start
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.core.request import Request, TokenRules
@@ -151,10 +151,11 @@ def measure_steps(
     repeat: int,
     engine: dict[str, Any],
     start: Start,
+    head: ShapeHead = EAGLE3,
 ) -> StepReport:
     """Start an engine and measure all loads."""
     started = time.perf_counter()
-    llm = start_shaped(shape, num_drafts, loads, engine, start)
+    llm = start_shaped(shape, num_drafts, loads, engine, start, head)
     start_s = time.perf_counter() - started
     with decoding(llm, loads[0]) as first:
         first_token_s = first.first_token_s
@@ -164,11 +165,16 @@ def measure_steps(
 
 
 def start_shaped(
-    shape: str, num_drafts: int, loads: Sequence[StepLoad], engine: dict[str, Any], start: Start
+    shape: str,
+    num_drafts: int,
+    loads: Sequence[StepLoad],
+    engine: dict[str, Any],
+    start: Start,
+    head: ShapeHead = EAGLE3,
 ) -> LLM:
     """Start an engine that is large enough for the loads."""
     sizes = engine_sizes(loads, num_drafts, engine)
-    with open_shape(shape, num_drafts, sizes["max_model_len"]) as (model, options):
+    with open_shape(shape, num_drafts, sizes["max_model_len"], head) as (model, options):
         try:
             return start(model, {**engine, **options, **sizes})
         except MemoryShortage as error:

@@ -1,11 +1,12 @@
-"""Measures vLLM: milliseconds per step by batch size, and to the first token by prompt length.
+"""Measures vLLM: milliseconds per step by batch size, and to the first token by prompt length; or,
+for a task with groups of requests, tokens per second.
 
 This is a separate program that runs in a Python with vLLM, which may not have stoop, so it imports
 nothing from stoop. It reads its task as JSON from standard input and prints the result as a JSON
 line with a prefix, among the lines that vLLM prints.
 
-Each batch runs twice, with few tokens and with more. The difference in time over the difference in
-steps is the time of a step: prompts and start-up cancel out.
+For the time of a step, each batch runs twice, with few tokens and with more. The difference in time
+over the difference in steps is the time of a step: prompts and start-up cancel out.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any
 
 MARK = "peer: "
 FEW_TOKENS = 24
+WARM_TOKENS = 8
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
@@ -72,6 +74,17 @@ class Peer:
         times = [self._generate(1, length, 1)[0] for _ in range(self.task["repeat"])]
         return statistics.median(times) * 1000
 
+    def tokens_per_s(self, batch: int) -> list[float]:
+        """Of each run: groups of requests, one after another."""
+        length, num_tokens = self.task["prompt_len"], self.task["output_len"]
+        sizes = self.task["groups"][str(batch)]
+        self._generate(batch, length, min(WARM_TOKENS, num_tokens))
+        found = []
+        for _ in range(self.task["repeat"]):
+            seconds = sum(self._generate(size, length, num_tokens)[0] for size in sizes)
+            found.append(sum(sizes) * num_tokens / seconds)
+        return found
+
     def _generate(self, batch: int, length: int, num_tokens: int) -> tuple[float, float]:
         """Return the seconds, and the steps per request: its tokens minus accepted drafts."""
         words = range(3, self.task["target"]["vocab_size"])
@@ -101,12 +114,13 @@ def main() -> None:
     task = json.load(sys.stdin)
     with tempfile.TemporaryDirectory(prefix="peer-") as folder:
         peer = Peer(task, Path(folder))
-        result = {
-            "engine": f"vllm {peer.version}",
-            "start_s": peer.start_s,
-            "ms_per_step": {batch: peer.step_ms(batch) for batch in task["batch"]},
-            "first_token_ms": {n: peer.first_token_ms(n) for n in task["first_token"]},
-        }
+        result: dict[str, Any] = {"engine": f"vllm {peer.version}", "start_s": peer.start_s}
+        if "groups" in task:
+            result["tokens_per_s"] = {batch: peer.tokens_per_s(batch) for batch in task["batch"]}
+        else:
+            result["ms_per_step"] = {batch: peer.step_ms(batch) for batch in task["batch"]}
+            first_tokens = {n: peer.first_token_ms(n) for n in task["first_token"]}
+            result["first_token_ms"] = first_tokens
     print(MARK + json.dumps(result), flush=True)
 
 

@@ -59,8 +59,8 @@ VLLM_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
         "compilation_config",
         str | None,
         None,
-        "JSON, of which cudagraph_mode, cudagraph_capture_sizes and max_cudagraph_capture_size "
-        "count",
+        "JSON; only cudagraph_mode, cudagraph_capture_sizes and max_cudagraph_capture_size are "
+        "used",
     ),
 )
 

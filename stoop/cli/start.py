@@ -39,18 +39,27 @@ def print_started(what: str, config: "Config", numbers: dict[str, Any], seconds:
     )
     if config.spec is not None:
         note = f"; {config.draft_note}" if config.draft_note else ""
+        if "spec_decode_policy" in numbers:
+            note = f" ({numbers['spec_decode_policy']}){note}"
         print(f"speculative decoding: {_drafter(config.spec)}{note}", file=sys.stderr)
         log.info("drafter: %s", _details(config.spec))
     elif config.draft_note:
         print(f"speculative decoding: off; {config.draft_note}", file=sys.stderr)
 
 
-_METHODS = {"eagle": "EAGLE head", "eagle3": "EAGLE-3 head", "ngram": "prompt lookup"}
+_METHODS = {
+    "eagle": "EAGLE head",
+    "eagle3": "EAGLE-3 head",
+    "mtp": "MTP head",
+    "ngram": "prompt lookup",
+}
 
 
 def _drafter(spec: "SpecConfig") -> str:
     tokens = "token" if spec.num_drafts == 1 else "tokens"
-    text = f"{_METHODS.get(spec.method, spec.method)}, {spec.num_drafts} draft {tokens} per step"
+    most = "up to " if spec.adaptive else ""
+    text = f"{_METHODS.get(spec.method, spec.method)}, "
+    text += f"{most}{spec.num_drafts} draft {tokens} per step"
     if spec.synthetic_rates is not None:
         text += ", accepted by chance: answers mean nothing"
     return text

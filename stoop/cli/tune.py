@@ -10,6 +10,7 @@ from stoop.cli.options import Model, engine_flags
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
 from stoop.config.schema import DEFAULT_MODEL
+from stoop.config.speculation import asks_for_auto, fixed_drafts
 
 FIXED = (
     "graph_mode",
@@ -49,6 +50,8 @@ def tune(
         raise ConfigError(f"--tokens {tokens}: use numbers from 1 to {MAX_TOKENS}")
     if find_device(engine["device"] or "auto") == "cpu":
         raise ConfigError("tune measures a GPU: run it on a machine with one, without --device cpu")
+    if not asks_for_auto(engine["speculative_config"]):
+        engine = {**engine, "speculative_config": fixed_drafts(engine["speculative_config"])}
     llm = start_llm(model, {**engine, "graph_mode": "none", "skip_tokenizer_init": True})
     runner = llm.engine.runner
     products = find_products(runner.target, runner.executor, runner.config)

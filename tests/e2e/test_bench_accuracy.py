@@ -58,6 +58,21 @@ def test_a_table_a_file_and_a_json_line(text_model: Path, tmp_path: Path, stoop:
         assert (row["tokens_per_step"] > 1) == (row["drafter"] is not None)
 
 
+def test_engines_without_decode_graphs_make_a_fixed_number(
+    text_model: Path, stoop: Callable
+) -> None:
+    varies = NGRAM.replace("}", ', "adaptive": true}')
+    args = ["--questions", str(QUESTIONS), "-sc", varies, "--modes", "none,step", "--strict"]
+    args += ["--num-questions", "2", "--capture-sizes", "1,2,64", "--no-plain"]
+    code, shown, progress = stoop(str(text_model), *SMALL, *args)
+    assert code == 0, progress
+    rows = json.loads(shown.splitlines()[-1])["rows"]
+    assert [(row["graph_mode"], row["drafter"]) for row in rows if row["drafter"]] == [
+        ("none", "ngram"),
+        ("step", "ngram"),
+    ]
+
+
 def test_strict_fails_for_a_broken_engine(
     text_model: Path, stoop: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from stoop.bench.peer import PeerLoad, PeerResult, measure_vllm
+from stoop.bench.peer import PeerLoad, PeerResult, measure_vllm, measure_vllm_loads
+from stoop.bench.throughput import Traffic
 from stoop.cli.main import main
 from stoop.config.errors import ConfigError
 
@@ -142,6 +143,24 @@ def test_the_command_prints_a_record(
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert left.value.code == 0
     assert record["bench"] == "peer" and record["ms_per_step"] == {"1": 2.25, "8": 4.0}
+
+
+def test_throughput_by_load(seen: Path) -> None:
+    """Groups of requests: 4 of 1, 4 of 8; with 5 requests one group of 3 and one of 2."""
+    traffic = Traffic((1, 8), 512, 64)
+    found = measure_vllm_loads("llama-8b", traffic, [0, 3], 2, sys.executable)
+    assert found.engine == "vllm 9.9"
+    one, eight = 0.008 + 0.00512 + 64 * 0.00225, 0.008 + 0.04096 + 64 * 0.004
+    for k in (0, 3):
+        assert found.tokens_per_s[1, k] == pytest.approx([64 / one] * 2)
+        assert found.tokens_per_s[8, k] == pytest.approx([8 * 64 / eight] * 2)
+    options = json.loads(seen.read_text())
+    assert options["speculative_config"]["num_speculative_tokens"] == 3
+    assert {4, 32} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
+    few = Traffic((3,), 512, 64, num_requests=5)
+    speeds = measure_vllm_loads("llama-8b", few, [0], 1, sys.executable).tokens_per_s[3, 0]
+    three, two = (0.008 + n * 0.00512 + 64 * (0.002 + 0.00025 * n) for n in (3, 2))
+    assert speeds == pytest.approx([5 * 64 / (three + two)])
 
 
 def test_what_cannot_be_is_refused(

@@ -117,7 +117,7 @@ def test_a_duration_ends_a_closed_loop(stoop: Callable) -> None:
         code, shown, _ = stoop("--url", server.url, *args)
     (row,) = record_of(shown)["rows"]
     assert code == 0 and row["num_complete"] == row["num_requests"] > 2
-    assert 0.4 <= row["seconds"] < 0.4 + SLACK
+    assert 0.3 < row["seconds"] < 0.4 + SLACK  # ends with the last answer
 
 
 def test_questions_are_asked_in_turn(stoop: Callable, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stoop.bench.profile import DeviceTimes
-from stoop.bench.shapes import LLAMA, SHAPES, open_shape
+from stoop.bench.shapes import SHAPES, ShapeHead, open_shape
 from stoop.bench.step import (
     Span,
     StepBytes,
@@ -23,16 +23,8 @@ from stoop.bench.step import (
 )
 from stoop.llm import LLM
 from stoop.worker.memory import weight_bytes
+from support.tiny_shapes import TINY, TINY_QWEN
 
-TINY = LLAMA | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 96,
-    "tie_word_embeddings": False,
-}
 ENGINE = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_num_batched_tokens": 64}
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--max-num-batched-tokens", "64"]
 QUICK = [*FLAGS, "--capture-sizes", "1,2"]
@@ -51,6 +43,7 @@ def start(model: str, options: dict[str, Any]) -> LLM:
 def _tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setitem(SHAPES, "tied", TINY | {"tie_word_embeddings": True})
+    monkeypatch.setitem(SHAPES, "tiny-qwen", TINY_QWEN)
     monkeypatch.setattr("stoop.bench.step.READ_BYTES", {"cpu": 1 << 22})
 
 
@@ -89,6 +82,26 @@ def test_the_floor_is_what_is_counted_by_hand(shape: str, k: int) -> None:
     modules = [llm.engine.runner.model, *([llm.engine.runner.speculator.head] if k else [])]
     loaded = sum(4 * p.numel() for module in modules for p in module.parameters())
     assert 0.7 * loaded < weight_bytes(llm.config) <= loaded, "what is refused would not have fit"
+
+
+# A pass of an MTP head: fc, qkv with a gate, o, gate and up, down, two norms of heads and five of
+# the stream, and the LM head, which is the target's embedding.
+MTP_PASS = 64 * 32 + 96 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48 + 2 * 8 + 5 * 32 + 96 * 32
+
+
+def test_the_floor_with_the_models_own_head() -> None:
+    load = StepLoad(batch=2, length=8, planted=False, steps=4)
+    report = measure_steps("tiny-qwen", 3, [load], 1, ENGINE, start, ShapeHead("mtp"))
+    found = step_bytes(report.llm, batch=2, live_length=10)
+    assert found.head == 4 * 3 * MTP_PASS
+    few = start_shaped("tiny-qwen", 3, [load], ENGINE, start, ShapeHead("mtp", 32))
+    assert step_bytes(few, 2, 10).head == 4 * 3 * (MTP_PASS - (96 - 32) * 32)
+    plain = step_bytes(start_shaped("tiny-qwen", 0, [load], ENGINE, start), 2, 10)
+    assert found.target == plain.target and found.kv - plain.kv >= 4 * 2 * 10 * 3 * KV
+    assert report.llm.config.spec is not None and report.llm.config.spec.method == "mtp"
+    numbers = report.llm.metrics()
+    assert numbers["spec_decode_num_draft_tokens"] > 0
+    assert numbers["spec_decode_num_accepted_tokens"] == 0
 
 
 def test_a_step_yields_one_token_and_finds_no_prefix() -> None:
@@ -184,6 +197,7 @@ def test_step_prints_a_row_for_each_batch(context: bool, stoop: Callable) -> Non
     args = ["--batch", "1,2", "--steps", "3", "--repeat", "2", *size, *QUICK]
     record = stoop("bench", "step", "--shape", "tiny", "--k", "2", *args)
     assert (record["bench"], record["k"], record["graph_mode"]) == ("step", 2, "step")
+    assert record["head"] == "eagle3"
     assert (record["prompt_len"], record["context"]) == ((None, 50) if context else (20, None))
     assert [row["batch"] for row in record["rows"]] == [1, 2]
     assert record["start_s"] > 0 and record["first_token_s"] > 0
@@ -218,6 +232,12 @@ def test_a_path_has_its_own_weights(text_model: Path, stoop: Callable) -> None:
         (["step", "--shape", "tiny", "--k", "17"], "1 to 16"),
         (["step", "--shape", "tiny", "--k", "-1"], "1 to 16"),
         (["step", "--shape", "tiny", "--batch", "1,x"], "such as 1,8"),
+        (["step", "--shape", "tiny", "--head", "medusa"], "--head medusa: use eagle3 or mtp"),
+        (["step", "--shape", "tiny", "--draft-vocab-size", "9"], "use --head mtp"),
+        (
+            ["step", "--shape", "tiny", "--head", "mtp", "--device", "cpu"],
+            "stoop has no MTP heads for LlamaForCausalLM",
+        ),
         (["step", "--shape", "tiny", "--graph-mode", "fast"], "full_and_piecewise"),
         (["step", "--shape", "tiny", "--max-num-batched-tokens", "64"], "at least 512"),
         (["step", "--shape", "tiny", "--block-size", "0"], "block_size=0"),

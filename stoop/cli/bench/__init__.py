@@ -7,8 +7,9 @@ from stoop.cli.bench.harm import harm
 from stoop.cli.bench.overhead import overhead
 from stoop.cli.bench.questions import acceptance, accuracy
 from stoop.cli.bench.serve import serve
-from stoop.cli.bench.speed import graphs, latency, spec, throughput
+from stoop.cli.bench.speed import graphs, latency, spec
 from stoop.cli.bench.steps import peer, profile, step
+from stoop.cli.bench.throughput import throughput
 
 COMMANDS = (
     *(throughput, latency, serve, overhead, cpu, step, profile, peer, graphs, spec),

@@ -13,7 +13,7 @@ from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import GRAPH_MODES, default_graph_mode
 from stoop.config.schema import DEFAULT_MODEL
-from stoop.config.speculation import MAX_DRAFTS, parse_speculation
+from stoop.config.speculation import MAX_DRAFTS, fixed_drafts, parse_speculation
 
 if TYPE_CHECKING:
     from stoop.bench.questions import Prompts
@@ -130,7 +130,8 @@ def acceptance(
     asked = _read_questions(model, questions, limit, raw, engine)
 
     def start(k: int, batch: int) -> "LLM":
-        chosen = {**drafter, "num_speculative_tokens": k} if k else None
+        fixed = {"num_speculative_tokens": k, "adaptive": False}
+        chosen = {**drafter, **fixed} if k else None
         options = {"speculative_config": chosen, "max_num_seqs": batch}
         return start_llm(model, {**engine, **options, "enable_prefix_caching": False})
 
@@ -236,7 +237,8 @@ def accuracy(
     tasks = encode_tasks(exam, load_tokenizer(model, engine), worked, raw)
 
     def start(choice: EngineChoice) -> "LLM":
-        drafting = {"speculative_config": drafter if choice.drafted else None}
+        fits = drafter if choice.mode not in ("none", "piecewise") else fixed_drafts(drafter)
+        drafting = {"speculative_config": fits if choice.drafted else None}
         return start_llm(model, {**_of_mode(choice.mode, engine), **drafting})
 
     kinds = [False] * (plain or drafter is None) + [True] * (drafter is not None)

@@ -1,4 +1,4 @@
-"""`stoop bench throughput`, `latency`, `graphs` and `spec`: the speed of whole answers."""
+"""`stoop bench latency`, `graphs` and `spec`: the speed of whole answers."""
 
 import importlib.util
 from typing import Annotated, Any
@@ -11,25 +11,6 @@ from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
 from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import asks_for_auto
-
-InputLen = Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens per request")]
-
-
-@engine_flags
-def throughput(
-    model: Model = DEFAULT_MODEL,
-    num_prompts: Annotated[int, typer.Option(min=1, help="number of requests")] = 16,
-    input_len: InputLen = 64,
-    output_len: OutputLen = 64,
-    engine: dict[str, Any] = {},  # noqa: B006
-) -> None:
-    """Measure throughput: all requests arrive at once and up to --max-num-seqs run together."""
-    check_engine(model, engine)
-    from stoop.bench.offline import Load, measure_throughput
-    from stoop.bench.report import print_throughput
-
-    llm = start_llm(model, engine)
-    print_throughput(measure_throughput(llm, Load(num_prompts, input_len, output_len)))
 
 
 @engine_flags

@@ -28,6 +28,18 @@ Drafts = Annotated[
         "disables speculation",
     ),
 ]
+Head = Annotated[
+    str,
+    typer.Option(
+        help="head that drafts: eagle3 (random), or mtp, the model's own (Qwen3.5 shapes have one)"
+    ),
+]
+DraftVocabSize = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="tokens that the mtp head can draft, those with the lowest ids; default: all"
+    ),
+]
 PromptLen = Annotated[int, typer.Option(min=1, help="prompt tokens per request")]
 Context = Annotated[
     int | None,
@@ -62,6 +74,8 @@ def _shape_flags(command: Command) -> Command:
 def step(
     shape: Shape = "llama-8b",
     k: Drafts = 3,
+    head: Head = "eagle3",
+    draft_vocab_size: DraftVocabSize = None,
     batch: Annotated[
         str, typer.Option(help="concurrent requests; one or more sizes, such as 1,8")
     ] = "1,8,32,64",
@@ -86,16 +100,20 @@ def step(
     sizes, engine = parse_sizes(batch), {**engine, "graph_mode": graph_mode}
     check_engine(shape, {**engine, "max_num_seqs": 1})
     from stoop.bench.report import print_steps
+    from stoop.bench.shapes import ShapeHead
     from stoop.bench.step import measure_steps
 
+    drafter = ShapeHead(head, draft_vocab_size)
     loads = [_step_load(size, prompt_len, context, steps) for size in sizes]
-    print_steps(measure_steps(shape, k, loads, repeat, engine, start_llm))
+    print_steps(measure_steps(shape, k, loads, repeat, engine, start_llm, drafter))
 
 
 @_shape_flags
 def profile(
     shape: Shape = "llama-8b",
     k: Drafts = 3,
+    head: Head = "eagle3",
+    draft_vocab_size: DraftVocabSize = None,
     batch: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     prompt_len: PromptLen = 512,
     context: Context = None,
@@ -109,10 +127,12 @@ def profile(
     check_engine(shape, {**engine, "max_num_seqs": 1})
     from stoop.bench.profile import kernel_rows
     from stoop.bench.report import print_profile
+    from stoop.bench.shapes import ShapeHead
     from stoop.bench.step import record_steps, start_shaped
 
     load = _step_load(batch, prompt_len, context, steps=1)
-    llm = start_shaped(shape, k, [load], engine, start_llm)
+    drafter = ShapeHead(head, draft_vocab_size)
+    llm = start_shaped(shape, k, [load], engine, start_llm, drafter)
     trace, span = record_steps(llm, load, Path(out))
     print_profile(shape, llm.config, load, kernel_rows(trace, span.steps), out)
 

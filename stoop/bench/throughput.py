@@ -1,0 +1,206 @@
+"""Throughput by the number of requests at once and of drafts per step.
+
+There is one engine for each K, and engines run one after another, since each may take most of the
+device's memory. Random prompts and their answers have equal lengths, so they run in groups: as many
+requests as the load says start together, and the next group starts when all of them have ended, as
+in calls of vLLM's `LLM.generate`. Answers to questions end when they end, so there the next request
+starts as soon as one has ended.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoop.bench.offline import Load, check_length, random_prompts
+from stoop.bench.questions import check_room
+from stoop.config.schema import Config
+from stoop.config.speculation import MAX_DRAFTS
+from stoop.core.outputs import RequestOutput, SpecCounts
+from stoop.core.sampling_params import SamplingParams
+from stoop.llm import LLM
+
+AUTO = "auto"
+Drafts = int | str  # K, or AUTO
+StartWith = Callable[[Drafts], LLM]
+Say = Callable[[str], None]
+
+WARM_TOKENS = 8
+GROUPS = 4  # of requests in a run
+MAX_REQUESTS = 256  # of a run, unless the load is larger
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The requests of all runs."""
+
+    loads: tuple[int, ...]  # requests at once
+    input_len: int  # of random prompts
+    output_len: int  # the most, of answers to questions
+    num_requests: int | None = None  # of a run; None: by load
+    questions: Sequence[list[int]] = ()  # their token ids, instead of random prompts
+    file: str = ""  # of the questions
+
+    def count(self, load: int) -> int:
+        """How many requests a run has."""
+        return self.num_requests or load * max(1, min(GROUPS, MAX_REQUESTS // load))
+
+    def groups(self, load: int) -> list[int]:
+        """The sizes of the groups of a run, where requests run in groups."""
+        whole, rest = divmod(self.count(load), load)
+        return [load] * whole + [rest] * (rest > 0)
+
+    def prompts(self, llm: LLM, count: int) -> list[list[int]]:
+        if self.questions:
+            return list(itertools.islice(itertools.cycle(self.questions), count))
+        return random_prompts(llm, Load(count, self.input_len, self.output_len))
+
+    def check_room(self, llm: LLM) -> None:
+        """Refuse prompts that are too long for the engine."""
+        if self.questions:
+            check_room(llm.config, self.file, max(map(len, self.questions)))
+        else:
+            check_length(llm, Load(1, self.input_len, self.output_len))
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """One run: all requests of a load."""
+
+    seconds: float
+    num_tokens: int
+    counts: SpecCounts
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class LoadRow:
+    """The runs of one load and K."""
+
+    load: int
+    drafts: Drafts
+    num_requests: int
+    runs: list[LoadRun]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.median(run.tokens_per_s for run in self.runs)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Of a request, in steps that verified drafts; None without drafts."""
+        num_steps = sum(run.counts.num_drafts for run in self.runs)
+        num_accepted = sum(run.counts.num_accepted_tokens for run in self.runs)
+        return 1 + num_accepted / num_steps if num_steps else None
+
+
+@dataclass(frozen=True)
+class PeerSpeeds:
+    """What another engine reached."""
+
+    engine: str
+    tokens_per_s: dict[tuple[int, Drafts], list[float]]  # by load and K, of each run
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """All rows, and what they are compared with."""
+
+    traffic: Traffic
+    config: Config  # of the first engine
+    rows: list[LoadRow] = field(default_factory=list)
+    peer: PeerSpeeds | None = None
+
+    def records(self) -> list[dict[str, Any]]:
+        return [self._record(row) for row in self.rows]
+
+    def _record(self, row: LoadRow) -> dict[str, Any]:
+        fixed = {r.drafts: r.tokens_per_s for r in self.rows if r.load == row.load}
+        fixed.pop(AUTO, None)
+        plain, best = fixed.get(0), max(fixed.values(), default=None)
+        record = {
+            "load": row.load,
+            "k": row.drafts,
+            "num_requests": row.num_requests,
+            "tokens_per_s": row.tokens_per_s,
+            "tokens_per_s_all": [run.tokens_per_s for run in row.runs],
+            "tokens_per_step": row.tokens_per_step,
+            "of_plain": row.tokens_per_s / plain if plain else None,
+            "of_best_fixed": row.tokens_per_s / best if best else None,
+        }
+        if self.peer is not None:
+            theirs = self.peer.tokens_per_s.get((row.load, row.drafts))
+            median = statistics.median(theirs) if theirs else None
+            record["peer_tokens_per_s"] = median
+            record["peer_tokens_per_s_all"] = theirs
+            record["of_peer"] = row.tokens_per_s / median if median else None
+        return record
+
+
+def measure_loads(
+    start: StartWith, traffic: Traffic, drafts: Sequence[Drafts], repeat: int, say: Say
+) -> LoadReport:
+    """Measure every load with every K, one engine after another."""
+    rows, config = [], None
+    for place, each in enumerate(drafts, start=1):
+        llm = start(each)
+        config = config or llm.config
+        traffic.check_room(llm)
+        for load in traffic.loads:
+            row = _measure(llm, traffic, load, each, repeat)
+            rows.append(row)
+            name = f"K = {each}" if each else "plain"
+            say(
+                f"engine {place} of {len(drafts)}: {name}, {load} at once, "
+                f"{row.tokens_per_s:.1f} tokens/s"
+            )
+        del llm  # frees its memory for the next engine
+    assert config is not None
+    rows.sort(key=lambda row: traffic.loads.index(row.load))
+    return LoadReport(traffic, config, rows)
+
+
+def _measure(llm: LLM, traffic: Traffic, load: int, drafts: Drafts, repeat: int) -> LoadRow:
+    in_groups, count = not traffic.questions, traffic.count(load)
+    params = SamplingParams(temperature=0, max_tokens=traffic.output_len, ignore_eos=in_groups)
+    warm = params.replace(max_tokens=min(WARM_TOKENS, traffic.output_len))
+    _run(llm, traffic.prompts(llm, load), warm, load, in_groups)
+    runs = [_run(llm, traffic.prompts(llm, count), params, load, in_groups) for _ in range(repeat)]
+    return LoadRow(load, drafts, count, runs)
+
+
+def _run(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, load: int, in_groups: bool
+) -> LoadRun:
+    engine, outputs = llm.engine, list[RequestOutput]()
+    waiting: Iterator[tuple[int, list[int]]] = enumerate(prompts)
+    num_running = 0
+    started = time.perf_counter()
+    while len(outputs) < len(prompts):
+        if not (in_groups and num_running):
+            for number, prompt in itertools.islice(waiting, load - num_running):
+                engine.add_request(f"bench-{number}", prompt, params, final_only=True)
+                num_running += 1
+        ended = engine.step()
+        num_running -= len(ended)
+        outputs += ended
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return LoadRun(seconds, num_tokens, SpecCounts.sum(outputs, 0))
+
+
+def shaped_sizes(traffic: Traffic, drafts: Drafts, engine: dict[str, Any]) -> dict[str, Any]:
+    """Engine sizes with room for the largest load and no more; the user's own come first."""
+    num_drafts = MAX_DRAFTS if isinstance(drafts, str) else drafts
+    length = engine["max_model_len"] or traffic.input_len + traffic.output_len + num_drafts
+    batch = engine["max_num_seqs"] or max(traffic.loads)
+    block_size = max(1, engine["block_size"])  # the engine refuses smaller ones
+    given = {"max_model_len": length, "max_num_seqs": batch}
+    if engine["num_kv_blocks"] is None and engine["kv_cache_memory"] is None:
+        given["num_kv_blocks"] = batch * -(-length // block_size) + 1
+    return given

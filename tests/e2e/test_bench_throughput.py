@@ -1,0 +1,247 @@
+"""`stoop bench throughput` with loads and K: figures by hand, who runs when, fields, refusals."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stoop.bench.shapes import SHAPES
+from stoop.bench.throughput import (
+    LoadReport,
+    LoadRow,
+    LoadRun,
+    PeerSpeeds,
+    Traffic,
+    _run,
+    shaped_sizes,
+)
+from stoop.config.errors import ConfigError
+from stoop.core.outputs import SpecCounts
+from stoop.core.sampling_params import SamplingParams
+from support.tiny_shapes import TINY, TINY_QWEN
+
+FLAGS = ["--device", "cpu", "--dtype", "float32", "--max-num-batched-tokens", "64"]
+SIZES = ["--input-len", "8", "--output-len", "6"]
+Stoop = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+
+
+def record_of(result: tuple[int, str, str]) -> dict[str, Any]:
+    code, shown, told = result
+    assert code == 0, told
+    return json.loads(shown.splitlines()[-1])
+
+
+# ---- by hand ----
+
+
+class FakeEngine:
+    """Ends the oldest request every second step; its answer has as many tokens as its prompt."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[str, list[int]]] = []
+        self.most, self.num_steps = 0, 0
+        self.started_beside: list[int] = []  # for each request: how many ran when it started
+
+    def add_request(self, name: str, prompt: list[int], params: Any, final_only: bool) -> None:
+        assert final_only
+        self.started_beside.append(len(self.running))
+        self.running.append((name, prompt))
+        self.most = max(self.most, len(self.running))
+
+    def step(self) -> list[Any]:
+        self.num_steps += 1
+        if self.num_steps % 2:
+            return []
+        name, prompt = self.running.pop(0)
+        answer = SimpleNamespace(token_ids=prompt, spec=SpecCounts(2, 4, 1))
+        return [SimpleNamespace(request_id=name, outputs=[answer])]
+
+
+@pytest.mark.parametrize("in_groups", [True, False])
+def test_no_more_run_than_the_load_says(in_groups: bool) -> None:
+    engine = FakeEngine()
+    prompts = [[1] * length for length in (1, 2, 3, 4, 5, 6, 7)]
+    params = SamplingParams(max_tokens=4)
+    done = _run(SimpleNamespace(engine=engine), prompts, params, 3, in_groups)  # type: ignore[arg-type]
+    assert done.num_tokens == 28 and done.counts.num_accepted_tokens == 7
+    assert engine.most == 3 and not engine.running
+    # In groups, only as one of a new group; else beside two that go on.
+    expected = [0, 1, 2, 0, 1, 2, 0] if in_groups else [0, 1, 2, 2, 2, 2, 2]
+    assert engine.started_beside == expected
+
+
+@pytest.mark.parametrize(
+    ("load", "asked", "groups"),
+    [
+        (1, None, [1] * 4),
+        (8, None, [8] * 4),
+        (100, None, [100, 100]),
+        (300, None, [300]),
+        (4, 10, [4, 4, 2]),
+        (4, 4, [4]),
+    ],
+)
+def test_how_many_requests_a_run_has(load: int, asked: int | None, groups: list[int]) -> None:
+    traffic = Traffic((load,), 8, 8, num_requests=asked)
+    assert traffic.groups(load) == groups and traffic.count(load) == sum(groups)
+
+
+def row(load: int, drafts: int | str, *speeds: float, accepted: int = 0) -> LoadRow:
+    steps = 10 if drafts else 0
+    runs = [LoadRun(2.0, round(2 * speed), SpecCounts(steps, 30, accepted)) for speed in speeds]
+    return LoadRow(load, drafts, 4 * load, runs)
+
+
+def test_ratios_are_those_of_the_same_load() -> None:
+    rows = [
+        row(1, 0, 100, 90, 110),
+        row(8, 0, 400),
+        row(1, 3, 150, 160, 140, accepted=12),
+        row(8, 3, 300, accepted=12),
+        row(1, "auto", 180),
+        row(8, "auto", 380),
+    ]
+    peer = PeerSpeeds("vllm 9.9", {(1, 0): [50, 60, 40], (1, 3): [75]})
+    report = LoadReport(Traffic((1, 8), 8, 8), None, rows, peer)  # type: ignore[arg-type]
+    found = {(each["load"], each["k"]): each for each in report.records()}
+    assert found[1, 0]["tokens_per_s"] == 100 and found[1, 0]["tokens_per_s_all"] == [100, 90, 110]
+    assert [found[key]["of_plain"] for key in ((1, 0), (1, 3), (1, "auto"))] == [1, 1.5, 1.8]
+    assert [found[key]["of_best_fixed"] for key in ((1, 3), (1, "auto"))] == [1, 1.2]
+    assert [found[key]["of_plain"] for key in ((8, 3), (8, "auto"))] == [0.75, 0.95]
+    assert found[8, "auto"]["of_best_fixed"] == 0.95  # plain is the best there
+    assert found[1, 3]["tokens_per_step"] == 2.2 and found[1, 0]["tokens_per_step"] is None
+    assert (found[1, 0]["peer_tokens_per_s"], found[1, 0]["of_peer"]) == (50, 2)
+    assert found[8, 0]["of_peer"] is found[1, "auto"]["of_peer"] is None
+
+
+def test_an_engine_has_room_for_the_load_and_no_more() -> None:
+    sizes = {"max_model_len": None, "max_num_seqs": None, "num_kv_blocks": None}
+    engine = {**sizes, "kv_cache_memory": None, "block_size": 16}
+    traffic = Traffic((1, 4), 20, 10)
+    found = {"max_model_len": 33, "max_num_seqs": 4, "num_kv_blocks": 13}
+    assert shaped_sizes(traffic, 3, engine) == found
+    assert shaped_sizes(traffic, "auto", engine)["max_model_len"] == 46
+    given = {**engine, "max_model_len": 99, "max_num_seqs": 2, "kv_cache_memory": "1GiB"}
+    assert shaped_sizes(traffic, 3, given) == {"max_model_len": 99, "max_num_seqs": 2}
+
+
+# ---- the command ----
+
+
+def test_a_shape_by_load_and_k(stoop: Stoop) -> None:
+    args = ["--k", "0,2", "--load", "1,3", "--repeat", "2", *SIZES, *FLAGS]
+    record = record_of(stoop("bench", "throughput", "--shape", "tiny", *args))
+    assert (record["bench"], record["shape"], record["model"]) == ("throughput", "tiny", None)
+    assert (record["input_len"], record["output_len"], record["repeat"]) == (8, 6, 2)
+    assert record["peer"] is None
+    rows = record["rows"]
+    assert [(each["load"], each["k"]) for each in rows] == [(1, 0), (1, 2), (3, 0), (3, 2)]
+    assert [each["num_requests"] for each in rows] == [4, 4, 12, 12]
+    for each in rows:
+        assert len(each["tokens_per_s_all"]) == 2 and each["tokens_per_s"] > 0
+        assert each["tokens_per_step"] == (1 if each["k"] else None)  # none is accepted
+        assert "peer_tokens_per_s" not in each
+    assert [each["of_plain"] for each in rows[::2]] == [1, 1]
+    for load in (1, 3):
+        assert max(each["of_best_fixed"] for each in rows if each["load"] == load) == 1
+
+
+def test_a_shape_with_its_own_head(stoop: Stoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny-qwen", TINY_QWEN)
+    args = ["--head", "mtp", "--draft-vocab-size", "48", "--k", "2", "--load", "2"]
+    sizes = [*SIZES, "--repeat", "1", *FLAGS]
+    record = record_of(stoop("bench", "throughput", "--shape", "tiny-qwen", *args, *sizes))
+    (row,) = record["rows"]
+    assert (row["k"], row["tokens_per_step"], row["of_plain"]) == (2, 1, None)
+    assert row["of_best_fixed"] == 1
+
+
+def test_a_model_on_questions(stoop: Stoop, text_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps({"question": text}) + "\n" for text in ("abab?", "cc?")))
+    drafter = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
+    args = ["--questions", str(file), "--load", "2", "--num-prompts", "3", "-sc", drafter]
+    sizes = ["--output-len", "8", "--repeat", "1", "--max-model-len", "64"]
+    record = record_of(stoop("bench", "throughput", str(text_model), *args, *sizes, *FLAGS))
+    assert (record["model"], record["questions"]) == (str(text_model), str(file))
+    assert record["input_len"] is None
+    rows = record["rows"]
+    assert [(each["load"], each["k"], each["num_requests"]) for each in rows] == [
+        (2, 0, 3),
+        (2, 2, 3),
+    ]
+    assert rows[1]["of_plain"] == pytest.approx(
+        rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"], rel=1e-3
+    )
+
+
+def test_auto_goes_to_the_engine_as_it_is(stoop: Stoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def start(model: str, options: dict[str, Any]) -> None:
+        seen.append(options)
+        raise ConfigError("seen enough")
+
+    monkeypatch.setattr(sys.modules["stoop.cli.bench.throughput"], "start_llm", start)
+    args = ["--k", "auto,3", "--load", "4", *SIZES, *FLAGS]
+    code, _, told = stoop("bench", "throughput", "--shape", "tiny", *args)
+    assert code == 2 and "seen enough" in told
+    assert seen[0]["speculative_config"]["num_speculative_tokens"] == "auto"
+    assert seen[0]["max_num_seqs"] == 4 and seen[0]["enable_prefix_caching"] is False
+
+
+def test_a_peer_that_is_not_installed_is_left_out(
+    stoop: Stoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    args = ["--peer", "vllm", "--python", sys.executable, "--load", "1", "--repeat", "1"]
+    code, shown, told = stoop("bench", "throughput", "--shape", "tiny", *args, *SIZES, *FLAGS)
+    assert code == 0, told
+    assert "note: vllm is not measured" in told and "pip install vllm" in told
+    record = json.loads(shown.splitlines()[-1])
+    assert record["peer"] is None and [each["k"] for each in record["rows"]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("args", "pattern"),
+    [
+        (["--shape", "llama-9b"], "llama-8b, llama-1b"),
+        (["--shape", "tiny", "--k", "17"], "use numbers from 0 to 16 or auto"),
+        (["--shape", "tiny", "--k", "1,x"], "use numbers from 0 to 16 or auto"),
+        (["--shape", "tiny", "--load", "0"], "such as 1,8"),
+        (["--shape", "tiny", "--load", "8", "--num-prompts", "4"], "at least as many"),
+        (["some/model", "--shape", "tiny"], "leave out the model and -sc"),
+        (["--shape", "tiny", "-sc", "none"], "leave out the model and -sc"),
+        (["--shape", "tiny", "--questions", "q.jsonl"], "leave out --shape"),
+        (["--questions", "q.jsonl", "--input-len", "9"], "leave out --input-len"),
+        (["--questions", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--raw"], "--raw is for --questions"),
+        (["--shape", "tiny", "--peer", "sglang"], "use vllm, the only choice"),
+        (["--peer", "vllm"], "add --shape with one of"),
+        (["--shape", "tiny", "--python", "x"], "--python is for --peer vllm"),
+        (["--k", "3", "-sc", "none"], "needs a drafter"),
+        (["--head", "mtp"], "are for --shape: set a drafter with -sc"),
+        (["--shape", "tiny", "--head", "medusa"], "--head medusa: use eagle3 or mtp"),
+        (["--shape", "tiny", "--head", "mtp", "--peer", "vllm"], "leave out --head"),
+        (["--shape", "tiny", "--draft-vocab-size", "64"], "use --head mtp"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(args: list[str], pattern: str, stoop: Stoop) -> None:
+    code, _, told = stoop("bench", "throughput", *args, "--device", "cpu")
+    (line,) = [text for text in told.splitlines() if text.startswith("error: ")]
+    assert code == 2 and pattern in line
+
+
+def test_prompts_that_do_not_fit_are_refused(stoop: Stoop, text_model: Path) -> None:
+    args = ["--load", "1", "--input-len", "300", "-sc", "none", *FLAGS]
+    code, _, told = stoop("bench", "throughput", str(text_model), *args)
+    assert code == 2 and "exceed max_model_len" in told
