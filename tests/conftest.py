@@ -15,7 +15,7 @@ pytest.register_assert_rewrite("support")  # asserts there explain themselves as
 # Without the families no GGUF file can be converted.
 import stoop.models.registry  # noqa: E402, F401
 import stoop.ops.native.build as native_build  # noqa: E402
-from stoop.ops.native.library import Native, find_native, native_problem  # noqa: E402
+from stoop.ops.native.library import Native, find_native, limit_threads, native_problem  # noqa: E402
 from support.checkpoints import CheckpointStore  # noqa: E402
 from support.drafters import DrafterStore  # noqa: E402
 from support.long_files import LONGEST_FILES  # noqa: E402
@@ -61,6 +61,7 @@ def _few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     if request.node.get_closest_marker("model") is None or not alone:
         torch.set_num_threads(1)
+    limit_threads(None)  # which an engine of an earlier test may have set
     yield
     torch.set_num_threads(threads)
 

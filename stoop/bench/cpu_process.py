@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from stoop.bench import cpu_worker
 from stoop.config.errors import ConfigError, StoopError
+from stoop.worker.core_usage import seconds_used
 
 STOOP, LLAMA_CPP, TRANSFORMERS = "stoop", "llama.cpp", "transformers"
 MODULES = {LLAMA_CPP: "llama_cpp", TRANSFORMERS: "transformers"}
@@ -146,27 +147,11 @@ class EngineProcess:
 # ---- other processes ----
 
 
-def busy_core_seconds(stat: Path = Path("/proc/stat")) -> float | None:
-    """Seconds of work so far, by any process, on the cores that this one may use."""
-    try:
-        lines = stat.read_text().splitlines()
-        cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    except (OSError, AttributeError):
-        return None
-    total = 0
-    for line in lines:
-        name, *fields = line.split()
-        if name in cores:
-            user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, fields)
-            total += user + nice + system + irq + softirq + steal
-    return total / os.sysconf("SC_CLK_TCK")
-
-
 @dataclass(frozen=True)
 class Watch:
     """Measures how many cores others used meanwhile. Its functions can be replaced in tests."""
 
-    busy: Callable[[], float | None] = busy_core_seconds
+    busy: Callable[[], float | None] = seconds_used
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
     retries: int = 3

@@ -14,8 +14,8 @@ effect; ending the team undoes it.
 Our own CPU kernels have a team of their own (ops/native), which follows the same decision. They
 also use fewer threads while other programs need the cores (`core_usage.py`).
 
-`OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment take precedence over spinning,
-`num_threads` or `OMP_NUM_THREADS` over the number of threads.
+`OMP_WAIT_POLICY` or `GOMP_SPINCOUNT` in the environment take precedence over both, `num_threads` or
+`OMP_NUM_THREADS` over the number of threads.
 """
 
 import ctypes
@@ -27,8 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stoop.ops.native.library import limit_threads, spin_between_calls
-from stoop.worker.core_usage import ThreadLimit, num_cores
+from stoop.worker.core_usage import ThreadLimit, most_threads, num_cores
 
 log = logging.getLogger(__name__)
 
@@ -140,15 +142,16 @@ class SpinControl:
         if not wanted:
             self.limit = None
             limit_threads(None)
-        elif self.limit is None:
-            self.limit = ThreadLimit(limit_threads, num_cores())
+        else:
+            most = most_threads(torch.get_num_threads())
+            self.limit = ThreadLimit(limit_threads, num_cores(), most)
         self._begin()
 
     def note_loaded(self) -> None:
         """Choose the first number of threads by what others used while a model was loaded."""
-        passed = self._clock() - self._started
-        if self.limit is not None and passed >= WINDOW_SECONDS:
-            self.limit.decide(passed, busy=True)
+        limit, passed = self.limit, self._clock() - self._started
+        if limit is not None and passed >= WINDOW_SECONDS:
+            limit.decide(passed, self._waited_share(passed) > BUSY_SHARE, loading=True)
 
     def _begin(self) -> None:
         """Start a new window for the calling thread."""
@@ -167,12 +170,16 @@ class SpinControl:
             self._num_steps < MIN_STEPS and passed < LONG_WINDOW_SECONDS
         ):
             return
-        if self._thread == threading.get_ident():
-            waited = (self._waited() or 0.0) - self._waited_before
-            self._decide(waited / passed, now)
-            if self.limit is not None:
-                self.limit.decide(passed, self._waits)
+        same, limit = self._thread == threading.get_ident(), self.limit
+        if same:
+            self._decide(self._waited_share(passed), now)
+        if limit is not None:  # of all threads
+            limit.decide(passed, same and self._waits)
         self._begin()
+
+    def _waited_share(self, passed: float) -> float:
+        """Of the window's time, which the calling thread began."""
+        return ((self._waited() or 0.0) - self._waited_before) / passed
 
     def _decide(self, share: float, now: float) -> None:
         self._waits = share > BUSY_SHARE
@@ -190,10 +197,14 @@ class SpinControl:
 
     def _tell(self) -> None:
         if not self._told:
+            fewer = (
+                ", and kernels of quantised weights may use fewer threads (--num-threads overrides "
+                "that)"
+            )
             log.warning(
                 "other programs are using this machine's cores, so stoop's CPU threads sleep while "
-                "they wait (OMP_WAIT_POLICY or GOMP_SPINCOUNT override this), and kernels of "
-                "quantised weights use fewer threads (--num-threads overrides that)"
+                "they wait (OMP_WAIT_POLICY or GOMP_SPINCOUNT override this)%s",
+                fewer if self.limit is not None else "",
             )
             self._told = True
 
@@ -210,6 +221,7 @@ def share_cores(fixed_threads: bool = False) -> SpinControl | None:
     global _control
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         spin_between_calls(_asks_to_spin())
+        limit_threads(None)
         return None
     with _lock:
         if _control is None and seconds_waited() is not None:

@@ -16,10 +16,10 @@ from stoop.bench.cpu_process import (
     EngineFailed,
     EngineSpec,
     Watch,
-    busy_core_seconds,
 )
 from stoop.bench.cpu_report import print_cpu, warnings
 from stoop.cli.bench.cpu import _print
+from stoop.worker.core_usage import seconds_used
 
 MIB = 1 << 20
 WORK = bench.Work.of([[1, 2, 3], [4, 5]], prompt_len=7, num_tokens=5)
@@ -289,8 +289,11 @@ def test_work_is_summed_over_our_cores(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2})
     monkeypatch.setattr("os.sysconf", lambda name: 100)
-    assert busy_core_seconds(stat) == pytest.approx((100 + 20 + 30 + 4 + 5 + 6 + 1) / 100)
-    assert busy_core_seconds(tmp_path / "nothing") is None
+    assert seconds_used(stat=stat) == pytest.approx((100 + 20 + 30 + 4 + 5 + 6 + 1) / 100)
+    assert seconds_used(stat=stat, nice=False) == pytest.approx((100 + 30 + 4 + 5 + 6 + 1) / 100)
+    assert seconds_used(stat=tmp_path / "nothing") is None
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {7})
+    assert seconds_used(stat=stat) is None
 
 
 # ---- output ----

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoop.ops.native import library
-from stoop.worker import spinning
+from stoop.worker import core_usage, spinning
 from stoop.worker.core_usage import ThreadLimit, num_cores, seconds_used
 from stoop.worker.spinning import IdleTeam, SpinControl, find_libgomp, seconds_waited
 
@@ -173,40 +173,76 @@ def test_an_engine_on_a_cpu_is_watched(checkpoints: Any, monkeypatch: pytest.Mon
 class Cores:
     """Seconds that cores were busy, and what of that was this process."""
 
-    def __init__(self, num_cores: int) -> None:
+    def __init__(self, num_cores: int, most: int | None = None) -> None:
         self.used = self.own = 0.0
-        self.asked: list[int | None] = []
-        self.limit = ThreadLimit(self.asked.append, num_cores, lambda: self.used, lambda: self.own)
+        self.asked: list[int] = []
+        self.limit = ThreadLimit(
+            self.asked.append, num_cores, most or num_cores, lambda: self.used, lambda: self.own
+        )
 
-    def window(self, own: float, others: float, busy: bool) -> int:
+    def window(self, own: float, others: float, waits: bool, loading: bool = False) -> int:
         """Half a second in which so many cores were used."""
         self.limit.begin()
         self.own += 0.5 * own
         self.used += 0.5 * (own + others)
-        self.limit.decide(0.5, busy)
+        self.limit.decide(0.5, waits, loading=loading)
         return self.limit.threads
 
 
 def test_a_busy_machine_gets_as_many_threads_as_it_has_free_cores() -> None:
     cores = Cores(2)
-    assert cores.window(own=2.0, others=0.0, busy=False) == 2
-    assert cores.window(own=1.0, others=1.0, busy=True) == 1  # beside programs that never rest
-    assert cores.limit.lowered and cores.asked == [1]
-    assert cores.window(own=1.0, others=1.0, busy=False) == 1, "the other core is not free"
-    assert cores.window(own=0.5, others=1.5, busy=True) == 1, "never none"
-    assert cores.window(own=1.0, others=0.4, busy=False) == 1, "little of it is"
-    assert cores.window(own=1.0, others=0.1, busy=False) == 2
-    assert not cores.limit.lowered and cores.asked == [1, None]
+    assert cores.window(own=2.0, others=0.0, waits=False) == 2
+    assert cores.window(own=1.0, others=1.0, waits=True) == 1  # beside programs that never rest
+    assert cores.limit.lowered and cores.asked == [2, 1]
+    assert cores.window(own=1.0, others=1.0, waits=False) == 1, "the other core is not free"
+    assert cores.window(own=0.5, others=1.5, waits=True) == 1, "never none"
+    assert cores.window(own=1.0, others=0.4, waits=False) == 1, "little of it is"
+    assert cores.window(own=1.0, others=0.1, waits=False) == 2
+    assert not cores.limit.lowered and cores.asked == [2, 1, 2]
 
 
-def test_threads_are_left_alone_unless_one_waits() -> None:
+def test_there_are_few_numbers_of_threads() -> None:
+    """Each has threads and memory of its own: all, half, a quarter and so on."""
     cores = Cores(8)
-    assert cores.window(own=4.0, others=4.0, busy=False) == 8
-    assert cores.window(own=7.0, others=1.0, busy=True) == 7
-    assert cores.window(own=4.0, others=4.0, busy=True) == 4
-    assert cores.window(own=4.0, others=2.0, busy=False) == 6
-    assert cores.window(own=6.0, others=-0.2, busy=False) == 8  # clocks of different resolution
-    assert cores.asked == [7, 4, 6, None]
+    assert cores.window(own=4.0, others=4.0, waits=False) == 8, "nothing waits"
+    assert cores.window(own=7.0, others=0.4, waits=True) == 8
+    assert cores.window(own=7.0, others=1.0, waits=True) == 4
+    assert cores.window(own=1.0, others=7.5, waits=True) == 1
+    assert cores.window(own=1.0, others=5.5, waits=False) == 2
+    assert cores.window(own=2.0, others=2.0, waits=False) == 4
+    assert cores.window(own=4.0, others=0.3, waits=False) == 4, "not all of the eighth is free"
+    assert cores.window(own=6.0, others=-0.2, waits=False) == 8  # clocks of different resolution
+    assert cores.asked == [8, 4, 1, 2, 4, 8]
+
+
+def test_threads_that_torch_does_not_use_count_for_nothing() -> None:
+    """As with two threads for every core: others may have what we leave."""
+    cores = Cores(64, most=32)
+    assert cores.window(own=1.0, others=20.0, waits=True) == 32 and not cores.limit.lowered
+    assert cores.window(own=1.0, others=40.0, waits=True) == 16 and cores.limit.lowered
+
+
+def test_a_container_has_a_share_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpu.max"
+    found = []
+    for text in ("max 100000", "250000 100000", "50000 100000", "nonsense"):
+        file.write_text(text + "\n")
+        found.append(core_usage.quota_cores(file))
+    assert found == [None, 2.5, 0.5, None] and core_usage.quota_cores(tmp_path / "no") is None
+    for quota, threads in ((None, 8), (2.5, 3), (0.5, 1), (64.0, 8)):
+        monkeypatch.setattr(core_usage, "quota_cores", lambda quota=quota: quota)
+        assert core_usage.most_threads(8) == threads
+
+
+def test_programs_that_give_way_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(core_usage, "seconds_used", lambda *, nice: asked.append(nice))
+    for priority in (0, 10):
+        monkeypatch.setattr(os, "getpriority", lambda which, who, value=priority: value)
+        core_usage.seconds_denied()
+    assert asked == [False, True]  # unless we give way, too
 
 
 def test_what_others_use_is_read_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +255,8 @@ def test_what_others_use_is_read_or_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Path, "read_text", lambda *a, **k: "cpu0 nonsense")
     assert seconds_used() is None
     cores = Cores(2)
-    cores.limit = ThreadLimit(cores.asked.append, 2)
-    cores.limit.decide(0.5, busy=True)
+    cores.limit = ThreadLimit(cores.asked.append, 2, 2)
+    cores.limit.decide(0.5, waits=True)
     assert cores.limit.threads == 2
 
 
@@ -238,6 +274,7 @@ def test_the_busy_control_limits_the_threads(machine: Machine, control: SpinCont
 def test_a_model_that_is_loaded_beside_others_starts_with_fewer_threads(
     machine: Machine, control: SpinControl
 ) -> None:
+    """If they use half of the cores, or the loading thread waits."""
     cores = Cores(2)
     control.limit = cores.limit
     cores.used, machine.now = 0.1, 0.1
@@ -246,6 +283,26 @@ def test_a_model_that_is_loaded_beside_others_starts_with_fewer_threads(
     cores.used, machine.now = 1.0, 1.0
     control.note_loaded()
     assert cores.limit.threads == 1
+    many = Cores(64)
+    assert many.window(own=1.0, others=2.0, waits=False, loading=True) == 64
+    assert many.window(own=1.0, others=40.0, waits=False, loading=True) == 16
+    control.limit, machine.waited, machine.now = many.limit, 0.5, 2.0
+    many.window(own=1.0, others=0.0, waits=False)
+    many.used += 2.0
+    control.note_loaded()
+    assert many.limit.threads == 32
+
+
+def test_the_limit_is_judged_whichever_thread_steps(machine: Machine, control: SpinControl) -> None:
+    """Short requests of several threads: no window begins and ends on the same one."""
+    cores = Cores(2)
+    control.limit = cores.limit
+    assert cores.window(own=1.0, others=1.0, waits=True) == 1
+    for _ in range(3):
+        stepping = threading.Thread(target=machine.run, args=(control, 0.4, 0.0))
+        stepping.start()
+        stepping.join()
+    assert cores.limit.threads == 2
 
 
 @pytest.mark.parametrize("chosen", ["option", "environment", "neither"])
@@ -256,13 +313,15 @@ def test_a_number_of_threads_that_the_user_chose_is_kept(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(2)
     monkeypatch.setattr(library, "_most_threads", 1)  # another engine's
     if chosen == "environment":
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
     control = spinning.share_cores(fixed_threads=chosen == "option")
     assert control is not None
     assert (control.limit is None) == (chosen != "neither")
-    assert library._most_threads == (1 if chosen == "neither" else None)
+    most = core_usage.most_threads(torch.get_num_threads())
+    assert library._most_threads == (most if chosen == "neither" else None)
 
 
 def test_the_limit_chooses_the_team(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +335,27 @@ def test_the_limit_chooses_the_team(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.team != both and native.team == native._teams[1]
     library.limit_threads(3)
     assert native.team == both
+
+
+def test_threads_that_cannot_be_started_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native = library.find_native()
+    if native is None:
+        pytest.skip("no C++ compiler")
+    real, asked = native._library.stoop_start, []
+
+    class Full:
+        """A container with room for no more threads."""
+
+        stoop_spin = native._library.stoop_spin
+
+        def stoop_start(self, num_threads: int) -> int | None:
+            asked.append(num_threads)
+            return real(num_threads) if num_threads == 1 else None
+
+    monkeypatch.setattr(native, "_library", Full())
+    monkeypatch.setattr(native, "_teams", {})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    assert native.team == native.team and asked == [12, 1]
+    assert "12 CPU threads cannot be started" in caplog.text

@@ -32,14 +32,15 @@ public:
     using Function = void (*)(void* argument, int thread, Team& team);
 
     explicit Team(int num_threads) : size_(num_threads), shares_(size_t(num_threads)) {
-        for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { work(i); });
+        try {
+            for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { work(i); });
+        } catch (...) {
+            end();
+            throw;
+        }
     }
 
-    ~Team() {
-        stop_ = true;
-        wake();
-        for (auto& thread : threads_) thread.join();
-    }
+    ~Team() { end(); }
 
     int size() const { return size_; }
 
@@ -98,6 +99,12 @@ private:
         std::atomic<int> taken[2] = {};  // in this call, and in the next one
         int turn = 0;
     };
+
+    void end() {
+        stop_ = true;
+        wake();
+        for (auto& thread : threads_) thread.join();
+    }
 
     void wake() {
         round_.fetch_add(1, std::memory_order_seq_cst);
