@@ -20,8 +20,10 @@ from stoop.ops.library import register
 from stoop.ops.recurrent import RecurrentRows
 
 MAX_CHANNELS = 256  # per program
-WARPS, FEW_WARPS = 4, 1  # of a program; few where there are programs enough to fill a GPU
-MANY_PROGRAMS = 512
+# Warps of a program: few where there are programs enough to fill a GPU, and tokens few enough for
+# their registers
+WARPS, FEW_WARPS = 4, 1
+MANY_PROGRAMS, FEW_TOKENS = 512, 4
 MAX_ELEMENTS = 2048  # tokens times channels
 CHUNK_TOKENS = 16  # of a tile, if some row may be a chunk
 MAX_WIDTH = 8
@@ -169,11 +171,12 @@ def _launch(
     tile = triton.next_power_of_2(max(log_len, 1 if short else CHUNK_TOKENS))
     block = min(MAX_CHANNELS, MAX_ELEMENTS // tile, triton.next_power_of_2(channels))
     grid = (count_tiles(num_tokens, num_reqs, tile, short=short), triton.cdiv(channels, block))
-    warps = WARPS if grid[0] * grid[1] < MANY_PROGRAMS else FEW_WARPS
+    few = short and tile <= FEW_TOKENS and grid[0] * grid[1] >= MANY_PROGRAMS
     _conv_kernel[grid](
         x, weight, bias, *rows, window, log, out, num_tokens, num_reqs, log_len, channels,
         x.stride(0), window.stride(0), log.stride(0),
-        WIDTH=width, GATED=gated, SHORT=short, TILE=tile, BLOCK=block, num_warps=warps,
+        WIDTH=width, GATED=gated, SHORT=short, TILE=tile, BLOCK=block,
+        num_warps=FEW_WARPS if few else WARPS,
         **overlapping(out),
     )  # fmt: skip
 
