@@ -67,7 +67,7 @@ def check(
     only: Annotated[
         str,
         typer.Option(
-            help="with --mutants: only those with this in their name, mode, backend or report"
+            help="with --mutants: only those with this in name, mode, backend, model or report"
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print only JSON, no table")] = False,

@@ -175,6 +175,7 @@ class TinyEngines:
             "method": mutant.drafter.partition("-")[0],
             "model": self._head(mutant.drafter),
             "num_speculative_tokens": mutant.num_drafts,
+            "adaptive": False,  # a toy's drafts may not pay
         }
         return LLM(self._toy(), **options)
 
