@@ -18,6 +18,7 @@ class RandomDrafts:
         self.num_drafts = 0
         self.left = 0  # steps
         self.chosen: list[int] = []
+        self.decoded: set[int] = set()  # chosen for steps of decodes only
 
     def choose(self, scheduler: Scheduler) -> None:
         if self.left == 0:
@@ -31,6 +32,8 @@ class RandomDrafts:
 
     def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
         assert plan.num_drafts <= self.counts[-1] and len(result.rows) == len(plan.rows)
+        if all(row.decodes for row in plan.rows):
+            self.decoded.add(plan.num_drafts)
 
     def metrics(self) -> dict[str, Any]:
         return {}
