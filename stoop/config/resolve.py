@@ -59,6 +59,8 @@ def _check_alone(options: EngineOptions) -> None:
     """Check each option by itself, except numbers."""
     _choice("load_format", options.load_format, ("auto", "dummy"))
     _choice("weights", options.weights, ("auto", "packed", "dense"))
+    if not is_whole(options.activation_bits) or options.activation_bits not in (8, 16):
+        raise ConfigError(f"activation_bits={shown(options.activation_bits)}: use 8 or 16")
     for name in ("dtype", "weight_dtype", "kv_cache_dtype"):
         _check_dtype(name, getattr(options, name))
     _choice("attention_backend", options.attention_backend, (AUTO, *backend_names()))
@@ -127,7 +129,10 @@ def resolve(
     `folder` stay quantised
     """
     _check_alone(options)
-    types = dataclasses.replace(_device(options, model, device), packed=packed)
+    types = _device(options, model, device)
+    types = dataclasses.replace(
+        types, packed=packed, activation_bits=options.activation_bits if packed else 16
+    )
     backend = choose_backend(options.attention_backend, device, types.dtype)
     if packed and options.attention_backend == AUTO:
         backend = _packed_backend(backend, model, types)

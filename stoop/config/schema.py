@@ -111,6 +111,7 @@ class DeviceConfig:
     weight_dtype: str  # of matrices in memory
     kv_dtype: str  # of the KV cache
     packed: bool = False  # quantised matrices stay quantised, others of a draft head get 8 bits
+    activation_bits: int = 16  # what inputs of packed matrices are rounded to
     num_threads: int | None = None  # on a CPU; None: as torch has set it
 
     @staticmethod
@@ -222,7 +223,7 @@ class EngineOptions:
         default=None,
         metadata={
             "help": "CPU threads of this process; default: torch's choice (OMP_NUM_THREADS, else "
-            "one for each core)"
+            "one for each core), fewer for quantised weights while others need the cores"
         },
     )
     weight_dtype: str = field(
@@ -237,6 +238,13 @@ class EngineOptions:
         metadata={
             "help": "weights of a GGUF file: packed (they stay quantised; CPU only), dense "
             "(dequantised), or auto (packed on a CPU in float32)"
+        },
+    )
+    activation_bits: int = field(
+        default=16,
+        metadata={
+            "help": "bits that inputs of products with packed weights are rounded to: 16, or 8, "
+            "which is faster for prompts and several requests, and as coarse as in llama.cpp"
         },
     )
     kv_cache_dtype: str = field(

@@ -13,13 +13,10 @@ log = logging.getLogger(__name__)
 
 def choose_packed(options: EngineOptions, device: str, report: Report | None) -> bool:
     """Whether weights are packed: as asked, or, with "auto", wherever they can be."""
-    if options.weights == "dense":
-        return False
-    asked = options.weights == "packed"
-    problem = _conflict(options, device)
+    asked, problem = options.weights == "packed", _conflict(options, device)
     if problem is None and find_native(report) is None:
         problem = f"it needs stoop's CPU kernels, and {native_problem()}"
-        if not asked:
+        if not asked and options.activation_bits == 16:
             log.warning(
                 "the weights of %s are dequantised, which takes more memory and time: CPU kernels "
                 "would keep them as they are, but %s",
@@ -28,11 +25,18 @@ def choose_packed(options: EngineOptions, device: str, report: Report | None) ->
             )
     if problem is not None and asked:
         raise ConfigError(f"weights=packed: {problem}; use weights=auto or weights=dense")
+    if problem is not None and options.activation_bits != 16:
+        raise ConfigError(
+            f"activation_bits={options.activation_bits} is for weights that stay quantised: "
+            f"{problem}; leave it out"
+        )
     return problem is None
 
 
 def _conflict(options: EngineOptions, device: str) -> str | None:
     """Why these options rule packed weights out, as a clause."""
+    if options.weights == "dense":
+        return "weights=dense dequantises them"
     if device != "cpu":
         return f"it is for CPUs, and the device is {device}"
     for name in ("dtype", "weight_dtype"):

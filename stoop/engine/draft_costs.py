@@ -93,6 +93,8 @@ def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     others = {"weights": options.weight_dtype, "KV": options.kv_cache_dtype}
     dtype += "".join(f" {name} {asked}" for name, asked in others.items() if asked != "auto")
+    if options.activation_bits != 16:
+        dtype += f" {options.activation_bits}-bit activations"
     digest = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16]
     backend = options.attention_backend
     return "|".join((digest, dtype, backend, _processor(), version("torch"), __version__))

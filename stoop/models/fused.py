@@ -204,4 +204,4 @@ def _layer_struct(layer: LayerParts) -> structs.Layer:
 def _matrix(layer: FusedLinear) -> structs.Matrix:
     scheme = layer.scheme
     assert isinstance(scheme, Packed)
-    return as_matrix(layer.matrix.data, scheme.number, layer.num_inputs)
+    return as_matrix(layer.matrix.data, scheme.number, layer.num_inputs, scheme.input_bits)

@@ -74,7 +74,10 @@ def build_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
 
 
 def _build(spec: HeadSpec, device: DeviceConfig) -> EagleHead | MtpHead:
-    return build(lambda: _make(spec), device, store_in_8_bits if device.packed else None)
+    def pack(head: EagleHead | MtpHead) -> None:
+        store_in_8_bits(head, device.activation_bits)
+
+    return build(lambda: _make(spec), device, pack if device.packed else None)
 
 
 def _make(spec: HeadSpec) -> EagleHead | MtpHead:
@@ -88,7 +91,7 @@ def describe_head(spec: HeadSpec, device: DeviceConfig) -> DraftModel:
     """A head on the meta device."""
     head = on_meta(lambda: _make(spec), device.dtype, device.weight_dtype)
     if device.packed:
-        store_in_8_bits(head)
+        store_in_8_bits(head, device.activation_bits)
     return head
 
 

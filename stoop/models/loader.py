@@ -63,7 +63,7 @@ def _load(config: Config, reader: WeightReader, report: Report | None) -> Model:
     def check(model: Model) -> None:
         _check_weights(model, reader)
         if packed:
-            store_quantized(model, reader)
+            store_quantized(model, reader, config.device.activation_bits)
 
     model = build_model(config, check)
     if config.device.kv_dtype == FP8:
@@ -79,7 +79,7 @@ def _describe_packed(config: Config, reader: WeightReader) -> Model:
     """A model on the meta device, with the packed formats of its checkpoint."""
     device = config.device
     model = on_meta(_maker(config.model), device.dtype, device.weight_dtype)
-    store_quantized(model, reader)
+    store_quantized(model, reader, device.activation_bits)
     return model
 
 

@@ -20,7 +20,7 @@ from stoop.checkpoint.weights import WeightReader
 from stoop.layers.norm import RMSNorm
 from stoop.layers.weights import MatrixLayer, WeightView
 from stoop.models.base import Module
-from stoop.ops.packed import Q8_0, common_format
+from stoop.ops.packed import Q8_0, common_format, with_input_bits
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ KEY = "stoop.packed"  # of the file's metadata
 VERSION = 2  # of the layout of packed matrices
 
 
-def store_quantized(module: Module, reader: WeightReader) -> None:
+def store_quantized(module: Module, reader: WeightReader, activation_bits: int) -> None:
     """Give each matrix the packed format of its parts in the checkpoint. Call before allocation.
 
     A matrix with a part that has no packed format, or odd sizes, stays dense.
@@ -43,17 +43,17 @@ def store_quantized(module: Module, reader: WeightReader) -> None:
         found = [reader.quantized(view.name) for view in views]
         scheme = common_format([rows.kind if rows else "" for rows in found])
         if scheme is not None and scheme.fits([view.shape[0] for view in views], layer.num_inputs):
-            layer.store_as(torch.float32, scheme)
+            layer.store_as(torch.float32, with_input_bits(scheme, activation_bits))
 
 
-def store_in_8_bits(module: Module) -> None:
+def store_in_8_bits(module: Module, activation_bits: int) -> None:
     """Round the matrices of a draft head, which can only change what it drafts."""
     use_kernels_for_norms(module)
     for layer in cast(nn.Module, module).modules():
         if not isinstance(layer, MatrixLayer) or not layer.num_outputs:
             continue
         if Q8_0.fits([layer.num_outputs], layer.num_inputs):
-            layer.store_as(torch.float32, Q8_0)
+            layer.store_as(torch.float32, with_input_bits(Q8_0, activation_bits))
 
 
 def use_kernels_for_norms(module: Module) -> None:

@@ -169,5 +169,6 @@ def _run_natively(
     matrix, new = state.matrix[row.slot], (k, q, v, decay)
     out, update = run_tokens(matrix, old, new, beta, fresh=row.fresh, logs=row.logs)
     if row.logs:
+        assert update is not None
         keys[: row.count], updates[: row.count], decays[: row.count] = k, update, decay
     return out

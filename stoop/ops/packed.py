@@ -3,13 +3,15 @@
 A matrix is cut into tiles of 16 outputs and groups of 16 or 32 inputs. A group of a tile has its
 codes, then a scale for each output, then a minimum for each output if the format has minima; a
 weight is scale * code + minimum. ops/native/src/packed.h has the layout and the kernels, which
-round inputs to 16 bits, 32 to a scale, and add up in float32. Each row of a product is computed the
-same way whatever the number of rows, so a text does not depend on what else is in a batch, or on
-drafts.
+round inputs to 16 or 8 bits, 32 to a scale, and add up in float32. Each row of a product is
+computed the same way whatever the number of rows, so a text does not depend on what else is in a
+batch, or on drafts.
 
-GGUF's types are repacked without loss. A dense matrix (a draft head's) can be rounded to Q8_0.
+GGUF's types are repacked without loss. Matrices of a draft head are rounded to Q8_0.
 """
 
+import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +55,12 @@ class Groups:
 
 
 class Packed(Scheme):
-    """One packed format. number: of the format in the kernels"""
+    """One packed format. number: of the format in the kernels
+
+    input_bits: what inputs of products are rounded to, 16 or 8 (`with_input_bits`)
+    """
+
+    input_bits = 16
 
     def __init__(
         self,
@@ -75,7 +82,8 @@ class Packed(Scheme):
         self.group_bytes = self.code_bytes + self.scale_bytes * (2 if has_minima else 1)
 
     def __repr__(self) -> str:
-        return f"<packed {self.name}>"
+        inputs = "" if self.input_bits == 16 else f", {self.input_bits}-bit inputs"
+        return f"<packed {self.name}{inputs}>"
 
     def fits(self, output_sizes: Sequence[int], num_inputs: int) -> bool:
         """Whether matrices of these sizes, one below the other, can be packed."""
@@ -110,16 +118,17 @@ class Packed(Scheme):
         return Groups(groups.codes[within], groups.scales[within], minima)
 
     def store(self, weight: Weight, values: Tensor | QuantizedRows) -> None:
-        if isinstance(values, QuantizedRows):
+        if isinstance(values, QuantizedRows) and self.name in (values.kind, WIDE.name):
             groups = take_apart(values)
-        else:
-            assert self is Q8_0, f"dense values are packed as Q8_0 only, not as {self.name}"
-            groups = round_to_8_bits(values)
+        else:  # of a draft head
+            assert self.name == Q8_0.name, f"other values are packed as Q8_0, not as {self.name}"
+            found = take_apart(values).to_float() if isinstance(values, QuantizedRows) else values
+            groups = round_to_8_bits(found)
         weight.data.copy_(self.pack(groups))
 
     def pack(self, groups: Groups) -> Tensor:
         """[tiles, groups, group_bytes] uint8"""
-        if self is WIDE:
+        if self.name == WIDE.name:
             groups = groups.regrouped(self.group)
         outputs, inputs = groups.codes.shape
         num_tiles, num_groups = outputs // TILE, inputs // self.group
@@ -206,7 +215,8 @@ class Packed(Scheme):
             return self._reference(x, weight, bias, norm, eps, gated)
         num_outputs = self.shape(weight)[0] // (2 if gated else 1)
         out = x.new_empty(x.shape[0], num_outputs)
-        calls.packed_product(x, weight.data, bias, norm, eps, self.number, gated, out)
+        numbers = (self.number, self.input_bits)
+        calls.packed_product(x, weight.data, bias, norm, eps, *numbers, gated, out)
         return out
 
     def _reference(
@@ -232,6 +242,19 @@ Q4_K = Packed("Q4_K", 3, bits=4, group=32, scale_dtype=torch.float32, has_minima
 Q6_K = Packed("Q6_K", 4, bits=8, group=16, scale_dtype=torch.float32, has_minima=False, lowest=0)
 # Holds any of the others, for matrices that are stacked into one.
 WIDE = Packed("wide", 5, bits=8, group=16, scale_dtype=torch.float32, has_minima=True, lowest=0)
+
+
+@functools.cache
+def with_input_bits(scheme: Packed, bits: int) -> Packed:
+    """The same format for products whose inputs are rounded to so many bits."""
+    assert bits in (16, 8), bits
+    if bits == scheme.input_bits:
+        return scheme
+    other = copy.copy(scheme)
+    other.input_bits = bits
+    return other
+
+
 FORMATS = {each.name: each for each in (Q4_1, Q4_0, Q8_0, Q4_K, Q6_K)}  # by GGUF's names
 
 

@@ -282,6 +282,61 @@ def test_drafts_change_no_answer(
         assert drafters.run(twin, 3).drafts == trace.drafts
 
 
+@pytest.mark.parametrize(("name", "mode"), [("llama", "none"), ("K", "step"), ("odd", "full")])
+def test_activations_of_8_bits(
+    files: dict[str, Path], heads: dict[str, dict[str, Any]], name: str, mode: str
+) -> None:
+    """Coarser, but a text still depends on nothing else: not on the batch, drafts or graphs."""
+    fine = make_packed(files[name], **drafters.SETTINGS)
+    coarse = make_packed(files[name], activation_bits=8, **drafters.SETTINGS)
+    packed = [m.scheme for m in model_of(coarse).modules() if hasattr(m, "scheme")]
+    assert {each.input_bits for each in packed if isinstance(each, Packed)} == {8}
+    prompt, params = prompts()[0], GREEDY.replace(max_tokens=1, logprobs=1)
+    scores = []
+    for llm in (fine, coarse):
+        (entry,) = llm.generate([prompt], params)[0].outputs[0].logprobs
+        scores.append(max(each.logprob for each in entry.values()))
+    assert 1e-6 < abs(scores[0] - scores[1]) < 0.1
+    ngram = heads["ngram"] | {"num_speculative_tokens": 3}
+    options = drafters.SETTINGS | {"graph_mode": mode, "sanitize": mode != "none"}
+    drafted = make_packed(files[name], activation_bits=8, speculative_config=ngram, **options)
+    answers = drafters.run(coarse, 0).answers
+    trace = drafters.run(drafted, 3)
+    assert trace.answers == answers and sum(trace.per_position) > 0
+    if name != "odd":
+        looped = make_packed(files[name], activation_bits=8, **SETTINGS)
+        assert model_of(looped).fused is not None
+        model_of(looped).fused = None
+        assert run(looped) == run(make_packed(files[name], activation_bits=8, **SETTINGS))
+
+
+def test_a_head_has_activations_of_8_bits_too(
+    files: dict[str, Path], heads: dict[str, dict[str, Any]]
+) -> None:
+    config = heads["fused"] | {"num_speculative_tokens": 2}
+    options = drafters.SETTINGS | {"speculative_config": config, "activation_bits": 8}
+    llm = make_packed(files["llama"], **options)
+    head: Any = llm.engine.runner.draft_model
+    assert head.fused is not None and head.fc.scheme.input_bits == 8
+    plain = make_packed(files["llama"], **drafters.SETTINGS, activation_bits=8)
+    assert drafters.run(llm, 2).answers == drafters.run(plain, 0).answers
+
+
+def test_activations_of_8_bits_need_packed_weights(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"activation_bits=8 is for .*weights=dense dequantises"):
+        make_packed(files["llama"], weights="dense", activation_bits=8)
+    with pytest.raises(ConfigError, match=r"activation_bits=8 is for .*dtype is bfloat16"):
+        make_packed(files["llama"], weights="auto", dtype="bfloat16", activation_bits=8)
+    for value in (4, "8", True):
+        with pytest.raises(ConfigError, match=r"activation_bits=.*: use 8 or 16"):
+            make_packed(files["llama"], activation_bits=value)
+    monkeypatch.setattr("stoop.engine.choose_weights.find_native", lambda report: None)
+    with pytest.raises(ConfigError, match=r"activation_bits=8 is for .*CPU kernels"):
+        make_packed(files["llama"], weights="auto", activation_bits=8)
+
+
 def test_a_head_takes_rows_of_a_packed_lm_head(
     files: dict[str, Path], heads: dict[str, dict[str, Any]], plain: dict[str, drafters.Trace]
 ) -> None:

@@ -71,6 +71,19 @@ def test_rows_taken_from_a_matrix_are_its_rows(
     assert torch.equal(matrix.scheme.dequantize(taken), matrix.dense[rows])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_a_draft_head_are_rounded_to_8_bits(kind: str) -> None:
+    """Whatever a head's file has: with minima, or with groups of another size."""
+    raw = random_rows(kind, 32, 256, np.random.default_rng(2))
+    rows = QuantizedRows(kind, torch.from_numpy(raw))
+    weight = packed.Q8_0.empty(32, 256, torch.float32)
+    packed.Q8_0.store(weight, rows)
+    exact = dequantized(kind, raw)
+    step = exact.unflatten(1, (-1, 32)).abs().amax(dim=-1, keepdim=True) / 127
+    error = (packed.Q8_0.dequantize(weight) - exact).unflatten(1, (-1, 32)).abs()
+    assert bool((error <= 0.56 * step).all())
+
+
 def test_formats_of_matrices_that_are_stacked() -> None:
     assert common_format(["Q4_0", "Q4_0"]) is packed.Q4_0
     assert common_format(["Q4_0", "Q6_K", "Q4_0"]) is WIDE

@@ -82,6 +82,26 @@ MUTANTS = {
         "const int place = g * P::group / INPUT_GROUP;",
         "const int place = g ? (g - 1) * P::group / INPUT_GROUP : 0;",
     ),
+    "bytes in the order of the text": (
+        "packed.h",
+        "const bool spread = rounding == Rounding::SPREAD_BYTES;",
+        "const bool spread = false;",
+    ),
+    "bytes that stay shifted": (
+        "packed.h",
+        "if constexpr (P::sign) return all_sums(",
+        "if constexpr (false) return all_sums(",
+    ),
+    "minima times inputs that are not rounded": (
+        "packed.h",
+        "            first = scale * first_code, second = scale * second_code;\n",
+        "",
+    ),
+    "the rounding of another matrix": (
+        "stoop_cpu.cpp",
+        "gated = run.gated.of(layer.down);",
+        "gated = run.gated.of(layer.qkv);",
+    ),
     "a window off by one": (
         "attention.h",
         "position - heads.window + 1",
@@ -109,8 +129,8 @@ MUTANTS = {
     ),
     "a log that is folded in another order": (
         "recurrent.h",
-        "part = fma(all(inputs[p]), load(keys + v * LANES), part * all(decay));",
-        "part = fma(part, all(decay), all(inputs[p]) * load(keys + v * LANES));",
+        "s[i] = fma(all(key[i]), update, s[i]);",
+        "s[i] = s[i] + all(key[i]) * update;",
     ),
 }
 CHOSEN = list(MUTANTS) if EVERY else []
@@ -139,7 +159,9 @@ def test_mutants_are_noticed(name: str, tmp_path: Path) -> None:
     }
     environment.pop("STOOP_TEST_ALL")
     here = Path(__file__).parent
-    tests = [str(here / f"test_{each}.py") for each in ("products", "attention", "engines")]
+    tests = [
+        str(here / f"test_{each}.py") for each in ("products", "attention", "recurrent", "engines")
+    ]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *tests]
     # Not from the repository's root, whose package would be found first
     done = subprocess.run(
@@ -157,4 +179,4 @@ def test_formats_are_all_computed(native: Native) -> None:
     assert len(values) >= 3 * len(EVERY_FORMAT)
     assert all(bool(value.isfinite().all()) and value.any() for value in values)
     matrix = make_matrix(EVERY_FORMAT[0], 32, 256)
-    assert torch.equal(values[0], matrix.scheme.dequantize(matrix.weight))
+    assert torch.equal(values[2], matrix.scheme.dequantize(matrix.weight))

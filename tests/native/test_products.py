@@ -1,5 +1,7 @@
-"""Products with packed matrices: inputs are rounded to 16 bits, the rest is float32, and a row's
-result depends on that row alone."""
+"""Products with packed matrices: inputs are rounded to 16 or 8 bits, the rest is float32, and a
+row's result depends on that row alone."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor
 
 from stoop.ops.native.library import Native
 from stoop.ops.norm import rms_norm, silu_and_mul
+from stoop.ops.packed import with_input_bits
 from support.packed_models import EVERY_FORMAT, Matrix, make_matrix
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -60,6 +63,67 @@ def test_every_number_of_rows(matrix: Matrix) -> None:
     for count in COUNTS:
         assert torch.equal(matrix.scheme.linear(x[:count], matrix.weight, bias), alone[:count])
     assert torch.equal(matrix.scheme.linear(x.flip(0), matrix.weight, bias), alone.flip(0))
+
+
+def in_8_bits(matrix: Matrix) -> Matrix:
+    scheme = with_input_bits(matrix.scheme, 8)
+    assert scheme.input_bits == 8 and matrix.scheme.input_bits == 16
+    return dataclasses.replace(matrix, weight=matrix.weight._replace(scheme=scheme))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Inputs as 8 bits hold them: whole numbers up to 127, a scale for every 32."""
+    grouped = x.reshape(x.shape[0], -1, 32)
+    largest = grouped.abs().amax(dim=-1, keepdim=True)
+    codes = (grouped * (127 / largest.clamp_min(1e-30))).round()
+    return (codes.double() * (largest / 127).double()).reshape(x.shape)
+
+
+def test_inputs_of_8_bits(matrix: Matrix) -> None:
+    """As exact as float32 for the rounded inputs, the same for any number of rows and threads."""
+    matrix, x = in_8_bits(matrix), random(70, 256)
+    x[:, 32:64] *= 100  # groups have scales of their own
+    x[3, :32] = 0
+    bias = random(matrix.dense.shape[0], seed=1)
+    scheme, weight = matrix.weight.scheme, matrix.weight
+    alone = torch.cat([scheme.linear(row[None], weight, bias) for row in x])
+    exact = rounded(x) @ matrix.dense.double().T + bias.double()
+    magnitude = matrix.magnitude(rounded(x)) + bias.double().abs()
+    limit = (x.shape[1] // 8 + 8) * UNIT * magnitude
+    assert bool(((alone.double() - exact).abs() <= limit).all())
+    plain = x.double() @ matrix.dense.double().T + bias.double()
+    assert float((alone.double() - plain).abs().max()) > 100 * float(limit.max()), "not rounded"
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for count in COUNTS:
+            assert torch.equal(scheme.linear(x[:count], weight, bias), alone[:count])
+
+
+def test_inputs_of_8_bits_with_norms_and_gates(matrix: Matrix) -> None:
+    matrix, x, norm = in_8_bits(matrix), random(11, 256), 1 + random(256, seed=1)
+    scheme, weight = matrix.weight.scheme, matrix.weight
+    normed = rounded(rms_norm(x, norm, EPS))
+    exact = normed @ matrix.dense.double().T
+    ours = scheme.norm_linear(x, norm, EPS, weight, None)
+    # A number halfway between two steps may be rounded either way.
+    assert float((ours.double() - exact).abs().quantile(0.9)) < 1e-4
+    gated = scheme.norm_linear_silu(x, norm, EPS, weight, None)
+    expected = silu_and_mul(ours)
+    torch.testing.assert_close(gated, expected, rtol=1e-5, atol=1e-5)
+    ids = torch.arange(matrix.dense.shape[0])
+    assert torch.equal(scheme.embed(ids, weight, torch.float32), matrix.dense)
+
+
+@pytest.mark.parametrize("kinds", EVERY_FORMAT, ids="+".join)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_8_bits_of_what_is_not_finite(kinds: Kinds, value: float) -> None:
+    matrix = in_8_bits(make_matrix(kinds, 32, 256))
+    scheme, x = matrix.weight.scheme, random(9, 256)
+    clean = scheme.linear(x, matrix.weight, None)
+    x[2, 100] = value
+    ours = scheme.linear(x, matrix.weight, None)
+    others = [0, 1, *range(3, 9)]
+    assert bool(ours[2].isnan().all()) and torch.equal(ours[others], clean[others])
 
 
 def test_every_number_of_threads(matrix: Matrix) -> None:

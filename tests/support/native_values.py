@@ -5,6 +5,7 @@ from torch import Tensor
 
 from stoop.ops.native.calls import BatchRows, native_attend
 from stoop.ops.native.recurrent import run_tokens
+from stoop.ops.packed import with_input_bits
 from support.attention_cases import Heads, Row, make_case
 from support.packed_models import EVERY_FORMAT, make_matrix
 
@@ -17,6 +18,11 @@ def compute() -> list[Tensor]:
         matrix = make_matrix(kinds, 32, 256)
         x, norm = torch.randn(9, 256), 1 + 0.1 * torch.randn(256)
         ids = torch.arange(matrix.dense.shape[0])
+        coarse = with_input_bits(matrix.scheme, 8)
+        values += [
+            coarse.linear(x, matrix.weight, None),
+            coarse.norm_linear_silu(x, norm, 1e-5, matrix.weight, None),
+        ]
         values += [
             matrix.scheme.embed(ids, matrix.weight, torch.float32),
             matrix.scheme.linear(x, matrix.weight, None),
@@ -34,9 +40,8 @@ def compute() -> list[Tensor]:
         matrix = torch.randn(shape)
         old, new = _tokens(2), _tokens(5)
         tokens = (new[0], torch.randn(5, 2, 32) / 6, *new[1:])
-        values += [*run_tokens(matrix, old, tokens, betas, fresh=False, logs=False), matrix]
-        if betas is None:
-            del values[-2]  # Mamba-2 has no updates
+        found = run_tokens(matrix, old, tokens, betas, fresh=False, logs=False)
+        values += [each for each in (*found, matrix) if each is not None]  # Mamba-2: no updates
     return values
 
 

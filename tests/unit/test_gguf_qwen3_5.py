@@ -19,6 +19,7 @@ from stoop.checkpoint.gguf_layout import Change, HeadOrder, same
 from stoop.checkpoint.gguf_tokenizer import QWEN35_PATTERN
 from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError
+from stoop.layers.linear import FusedLinear
 from stoop.models.qwen3_5_gguf import QWEN3_5_LAYOUT
 from stoop.models.registry import read_model_spec
 from stoop.ops.packed import Packed
@@ -243,15 +244,31 @@ def test_the_mtp_head_is_loaded(tmp_path: Path) -> None:
     assert differing(tensors_of(tmp_path / "out"), wanted) == set()
 
 
-@pytest.mark.parametrize("weights", ["dense", "packed"])
-def test_the_mtp_head_drafts(tmp_path: Path, native: None, weights: str) -> None:
+@pytest.mark.parametrize("kind", [KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1], ids=lambda kind: kind.name)
+def test_the_mtp_head_drafts(tmp_path: Path, native: None, kind: KINDS) -> None:
+    """Packed as the dense one, but for the rounding of its matrices to 8 bits."""
     model = make_qwen(intermediate_size=128)
     file = write_hybrid_gguf(
-        tmp_path / "m.gguf", model, kind_of=lambda name: KINDS.Q8_0, mtp=mtp_tensors(model)
+        tmp_path / "m.gguf", model, kind_of=lambda name: kind, mtp=mtp_tensors(model)
     )
-    plain = answers(file, weights=weights)[0]
-    drafted = {"method": "mtp", "num_speculative_tokens": 2}
-    assert answers(file, weights=weights, speculative_config=drafted)[0] == plain
+    drafter = {"method": "mtp", "num_speculative_tokens": 2}
+    matrices = []
+    for weights in ("dense", "packed"):
+        plain = answers(file, weights=weights)[0]
+        ids, _, llm = answers(file, weights=weights, speculative_config=drafter)
+        assert ids == plain
+        head: Any = llm.engine.runner.draft_model
+        for product in (head.fc, *(m for m in head.modules() if isinstance(m, FusedLinear))):
+            scheme, weight = product.scheme, product.matrix
+            packed = isinstance(scheme, Packed)
+            assert packed == (weights == "packed")
+            matrices.append(scheme.dequantize(weight) if packed else weight.data)
+    count = len(matrices) // 2
+    assert count >= 5
+    for dense, packed in zip(matrices[:count], matrices[count:], strict=True):
+        step = dense.unflatten(1, (-1, 32)).abs().amax(dim=-1, keepdim=True) / 127
+        error = (dense - packed).unflatten(1, (-1, 32)).abs()
+        assert bool((error <= 0.55 * step).all())  # scales are rounded to float16
 
 
 def assert_refused(path: Path, message: str, **options: Any) -> None:

@@ -19,24 +19,26 @@ def native() -> Native:
     return found
 
 
-def as_matrix(data: Tensor, number: int, num_inputs: int) -> Matrix:
-    """data: [tiles, groups, group_bytes]; number: of the format"""
+def as_matrix(data: Tensor, number: int, num_inputs: int, input_bits: int = 16) -> Matrix:
+    """data: [tiles, groups, group_bytes]; number: of the format; input_bits: of products' inputs"""
     num_tiles, num_groups, group_bytes = data.shape
     assert data.is_contiguous()
-    return Matrix(data.data_ptr(), num_tiles * TILE, num_inputs, number, num_groups * group_bytes)
+    tile_bytes = num_groups * group_bytes
+    return Matrix(data.data_ptr(), num_tiles * TILE, num_inputs, number, tile_bytes, input_bits)
 
 
 @register(
     "packed_product(Tensor x, Tensor data, Tensor? bias, Tensor? norm, float eps, int format, "
-    "bool gated, Tensor(a!) out) -> ()"
+    "int input_bits, bool gated, Tensor(a!) out) -> ()"
 )
-def packed_product(
+def packed_product(  # noqa: PLR0913
     x: Tensor,
     data: Tensor,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
     format: int,
+    input_bits: int,
     gated: bool,
     out: Tensor,
 ) -> None:
@@ -47,7 +49,7 @@ def packed_product(
     library = native()
     if x.stride(1) != 1:
         x = x.contiguous()
-    matrix = as_matrix(data, format, x.shape[1])
+    matrix = as_matrix(data, format, x.shape[1], input_bits)
     library.product(
         library.team,
         addressof(matrix),

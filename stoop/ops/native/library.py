@@ -20,7 +20,7 @@ from stoop.ops.native.build import BuildError, load
 
 log = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 # How long idle threads spin for the next call before they sleep: about the host's part of a step.
 SPIN_MICROSECONDS = 3000
 
@@ -32,6 +32,7 @@ class Matrix(ctypes.Structure):
         ("num_inputs", c_int32),
         ("format", c_int32),
         ("tile_bytes", c_int32),
+        ("input_bits", c_int32),
     )
 
 
@@ -204,9 +205,9 @@ class Native:
     @property
     def team(self) -> int:
         """A team of as many threads as torch uses now, or of as many as the limit allows."""
-        num_threads = torch.get_num_threads()
-        if _most_threads is not None:
-            num_threads = min(num_threads, _most_threads)
+        num_threads, most = torch.get_num_threads(), _most_threads
+        if most is not None:
+            num_threads = min(num_threads, most)
         return self._teams.get(num_threads) or self._start(num_threads)
 
     def _start(self, num_threads: int) -> int:
@@ -214,6 +215,9 @@ class Native:
         with self._lock:
             if num_threads not in self._teams:
                 team = self._library.stoop_start(num_threads)
+                if not team:  # a container may limit them
+                    log.warning("%d CPU threads cannot be started, so one is used", num_threads)
+                    team = self._library.stoop_start(1)
                 self._library.stoop_spin(team, _spin_microseconds())
                 self._teams[num_threads] = team
             return self._teams[num_threads]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stoop.ops.native.calls import native
-from stoop.ops.native.library import Recurrence
+from stoop.ops.native.library import Recurrence, address
 
 LANES = 16
 MAX_WIDTH = 256
@@ -31,7 +31,7 @@ def run_tokens(
     *,
     fresh: bool,
     logs: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Move a slot's state over logged tokens, then over new ones.
 
     matrix: delta nets [heads, width, lanes], Mamba-2 [heads, lanes, width]; holds the state before
@@ -44,7 +44,8 @@ def run_tokens(
     library = native()
     given = [each.contiguous() for each in (*old, *new)]
     old_keys, old_updates, old_decays, keys, queries, values, decays = given
-    out, updates = torch.empty_like(values), torch.empty_like(values)
+    out = torch.empty_like(values)
+    updates = None if betas is None else torch.empty_like(values)
     count, heads, lanes = values.shape
     assert matrix.is_contiguous() and all(each.dtype == torch.float32 for each in given)
     betas = None if betas is None else betas.contiguous()
@@ -52,8 +53,7 @@ def run_tokens(
         *(heads, keys.shape[1], keys.shape[2], lanes, old_keys.shape[0], count, fresh, logs),
         *(each.data_ptr() for each in (matrix, old_keys, old_updates, old_decays)),
         *(each.data_ptr() for each in (keys, queries, values, decays)),
-        None if betas is None else betas.data_ptr(),
-        *(updates.data_ptr(), out.data_ptr()),
+        *(address(betas), address(updates), out.data_ptr()),
     )
     library.recurrence(library.team, addressof(call), betas is not None)
     return out, updates

@@ -16,7 +16,16 @@
 #include <immintrin.h>
 #endif
 
+#if STOOP_AVX512 && defined(__AVX512VNNI__)
+#define STOOP_VNNI 1
+#endif
+
 constexpr int LANES = 16;
+#if STOOP_VNNI
+constexpr bool MULTIPLIES_BYTES = true;
+#else
+constexpr bool MULTIPLIES_BYTES = false;
+#endif
 
 inline float half_to_float(uint16_t half) {
     uint32_t sign = uint32_t(half & 0x8000) << 16, exponent = half >> 10 & 31, rest = half & 0x3ff;
@@ -111,7 +120,7 @@ inline Pairs all_pairs(const int16_t* p) {
     return {_mm512_set1_epi32(pair)};
 }
 inline Sums add_products(Sums sums, Pairs a, Pairs b) {
-#if defined(__AVX512VNNI__)
+#if STOOP_VNNI
     return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)};
 #else
     return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
@@ -119,7 +128,7 @@ inline Sums add_products(Sums sums, Pairs a, Pairs b) {
 }
 // Of weights and one pair that all lanes share. In one instruction: compilers take two.
 inline Sums add_products_from(Sums sums, Pairs weights, const int16_t* p) {
-#if defined(__AVX512VNNI__)
+#if STOOP_VNNI
     struct Two {
         int16_t pair[2];
     };
@@ -145,6 +154,42 @@ inline void store_int16(int16_t* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
 }
 inline Vec magnitude(Vec a) { return {_mm512_abs_ps(a.v)}; }
+
+#if STOOP_VNNI
+// Sixteen sums of products of bytes, in fours: weights are unsigned, inputs signed.
+inline Sums all_sums(int32_t sum) { return {_mm512_set1_epi32(sum)}; }
+inline Pairs all_fours(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return {_mm512_set1_epi32(four)};
+}
+inline Sums add_fours(Sums sums, Pairs weights, Pairs x) { return {_mm512_dpbusd_epi32(sums.v, weights.v, x.v)}; }
+inline Sums add_fours_from(Sums sums, Pairs weights, const int8_t* p) {
+    struct Four {
+        int8_t byte[4];
+    };
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums.v) : "v"(weights.v), "m"(*reinterpret_cast<const Four*>(p)));
+    return sums;
+}
+// Of words of eight 4-bit codes: N = 0 has inputs 0, 4, 1 and 5, N = 1 has 2, 6, 3 and 7
+template <int N> inline Pairs four_codes(Pairs words) {
+    return {_mm512_and_si512(N ? _mm512_srli_epi32(words.v, 4) : words.v, _mm512_set1_epi32(0x0f0f0f0f))};
+}
+// Two pairs of bytes a lane, which lie 32 bytes apart, plus 128
+inline Pairs load_fours(const uint8_t* p) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i pairs = _mm512_permutexvar_epi16(order, _mm512_loadu_si512(p));
+    return {_mm512_xor_si512(pairs, _mm512_set1_epi8(char(0x80)))};
+}
+// Whole numbers from -127 to 127, as 8 bits; spread: of every eight first 0, 4, 1, 5, then 2, 6, 3, 7
+inline void store_int8(int8_t* p, Vec a, bool spread) {
+    __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v));
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    if (spread) bytes = _mm_shuffle_epi8(bytes, order);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+#endif
 
 #elif STOOP_AVX2
 

@@ -69,22 +69,32 @@ struct Inputs {
     float* codes;
     float* scales;
     float* sums;
+    float* code_sums;
     int64_t width;
+    Rounding rounding = Rounding::WORDS;
 
     static Inputs take(Scratch& scratch, int64_t num_tokens, int64_t width) {
+        const int64_t num_sums = num_tokens * num_group_sums(width);
         return {scratch.take(num_tokens * width), scratch.take(num_tokens * width / 2),
-                scratch.take(num_tokens * (width / INPUT_GROUP)),
-                scratch.take(num_tokens * (width / 32 + width / 16)), width};
+                scratch.take(num_tokens * (width / INPUT_GROUP)), scratch.take(num_sums), scratch.take(num_sums), width};
     }
     void place(const Scratch& scratch) {
-        for (float** each : {&rows, &codes, &scales, &sums}) *each = scratch.at(*each);
+        for (float** each : {&rows, &codes, &scales, &sums, &code_sums}) *each = scratch.at(*each);
     }
-    Tokens tokens() const { return {reinterpret_cast<const int16_t*>(codes), scales, sums, width}; }
+    // The same memory, for the product with this matrix
+    Inputs of(const Matrix& m) const {
+        Inputs copy = *this;
+        copy.rounding = rounding_for(m);
+        return copy;
+    }
+    Tokens tokens() const { return {codes, scales, sums, reinterpret_cast<const int32_t*>(code_sums), width}; }
     // Columns [begin, end) of a row: whole groups
     void round(int64_t token, int64_t begin, int64_t end) const {
-        Tokens to = tokens();
-        round_inputs(rows + token * width, width, begin, end, reinterpret_cast<int16_t*>(codes) + token * width,
-                     scales + token * to.num_scales(), sums + token * to.num_sums());
+        const int64_t sum = token * num_group_sums(width), code_bytes = rounding >= Rounding::BYTES ? 1 : 2;
+        const RoundedRow row{reinterpret_cast<uint8_t*>(codes) + token * width * code_bytes,
+                             scales + token * (width / INPUT_GROUP), sums + sum,
+                             reinterpret_cast<int32_t*>(code_sums) + sum};
+        round_inputs(rows + token * width, width, begin, end, rounding, row);
     }
 };
 
@@ -242,9 +252,10 @@ void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int 
         for (int64_t t = thread; t < num_tokens; t += team.size())
             std::memcpy(layer.tap + t * run.stack.tap_stride, run.stream + t * hidden, size_t(hidden) * 4);
     const bool given = run.input && &layer == run.stack.layers;
-    if (given) fill_normed(run.input, run.input_width, nullptr, 0.f, num_tokens, run.first, thread, team);
-    else fill_normed(run.stream, hidden, layer.input_norm, layer.eps, num_tokens, run.normed, thread, team);
-    const Inputs& input = given ? run.first : run.normed;
+    const Inputs input = (given ? run.first : run.normed).of(layer.qkv), attended = run.attended.of(layer.o);
+    const Inputs normed = run.normed.of(layer.gate_up), gated = run.gated.of(layer.down);
+    if (given) fill_normed(run.input, run.input_width, nullptr, 0.f, num_tokens, input, thread, team);
+    else fill_normed(run.stream, hidden, layer.input_norm, layer.eps, num_tokens, input, thread, team);
     multiply_into(layer.qkv, layer.qkv_bias, input, num_tokens, run.qkv, width, false, upcoming, thread, team);
     for_rows(num_tokens, thread, team, [&](int64_t t) {
         rotate_and_store(run.qkv + t * width, t, batch, layer.heads, run.stack.rotary, layer.head_norms, layer.cache,
@@ -252,18 +263,18 @@ void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int 
     });
     // A group of inputs must lie in one head for the thread that computes it to round it.
     const bool rounds = layer.heads.head_dim % INPUT_GROUP == 0;
-    attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, run.attended.rows, q_size},
-           run.queries, rounds ? &run.attended : nullptr, thread, team);
+    attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, attended.rows, q_size},
+           run.queries, rounds ? &attended : nullptr, thread, team);
     team.barrier();
     const Layer* after = &layer + 1;
     if (after < run.stack.layers + run.stack.num_layers) upcoming.restart(after->cache, after->cache + after->cache_part);
     else upcoming.blocks.clear();
-    if (!rounds) fill_normed(run.attended.rows, q_size, nullptr, 0.f, num_tokens, run.attended, thread, team);
-    multiply_into(layer.o, layer.o_bias, run.attended, num_tokens, run.stream, hidden, true, upcoming, thread, team);
-    fill_normed(run.stream, hidden, layer.post_norm, layer.eps, num_tokens, run.normed, thread, team);
-    multiply_gated(layer.gate_up, layer.gate_up_bias, run.normed, num_tokens, run.gated.rows, run.gated.width, &run.gated,
-                   upcoming, thread, team);
-    multiply_into(layer.down, layer.down_bias, run.gated, num_tokens, run.stream, hidden, true, upcoming, thread, team);
+    if (!rounds) fill_normed(attended.rows, q_size, nullptr, 0.f, num_tokens, attended, thread, team);
+    multiply_into(layer.o, layer.o_bias, attended, num_tokens, run.stream, hidden, true, upcoming, thread, team);
+    fill_normed(run.stream, hidden, layer.post_norm, layer.eps, num_tokens, normed, thread, team);
+    multiply_gated(layer.gate_up, layer.gate_up_bias, normed, num_tokens, gated.rows, gated.width, &gated, upcoming, thread,
+                   team);
+    multiply_into(layer.down, layer.down_bias, gated, num_tokens, run.stream, hidden, true, upcoming, thread, team);
 }
 
 struct ProductRun {
@@ -285,7 +296,7 @@ struct ProductRun {
 extern "C" {
 
 // Changes whenever a structure or a signature below does.
-int stoop_version() { return 5; }
+int stoop_version() { return 6; }
 
 const char* stoop_isa() {
 #if STOOP_AVX512
@@ -297,7 +308,14 @@ const char* stoop_isa() {
 #endif
 }
 
-void* stoop_start(int num_threads) { return new Engine(num_threads); }
+// Null if the threads cannot be started
+void* stoop_start(int num_threads) {
+    try {
+        return new Engine(num_threads);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
 void stoop_spin(void* engine, int microseconds) { static_cast<Engine*>(engine)->team.set_spin(microseconds); }
 
 // So that tests compare the layout with that of ops/packed.py
@@ -347,7 +365,7 @@ void stoop_product(void* handle, const Matrix* matrix, const float* bias, const 
     std::lock_guard<std::mutex> lock(engine.in_use);
     engine.scratch.restart();
     ProductRun run{*matrix, bias, x, x_stride, norm, eps, num_tokens, out, out_stride, gated != 0,
-                   Inputs::take(engine.scratch, num_tokens, matrix->num_inputs)};
+                   Inputs::take(engine.scratch, num_tokens, matrix->num_inputs).of(*matrix)};
     engine.scratch.place();
     run.inputs.place(engine.scratch);
     engine.team.run(
