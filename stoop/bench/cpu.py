@@ -26,6 +26,7 @@ from stoop.bench.cpu_process import (
 from stoop.core.report import Report
 
 PLAIN, DRAFTED, DENSE = "stoop", "stoop, drafts", "stoop, dense"
+COARSE = "stoop, 8-bit"  # activations
 NO_DRAFTS = (
     "not measured: no head ships with this model, or earlier runs here found that it does not pay"
 )
@@ -128,11 +129,12 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class Together:
-    """Tokens/s with several requests at once, prompts included."""
+    """Tokens/s with several requests at once."""
 
     name: str
     num_requests: int
-    tokens_per_s: list[float]  # by round
+    tokens_per_s: list[float]  # by round, prompts included
+    decode_tokens_per_s: list[float]  # by round, from when all requests have their first token
     others: list[float | None]
 
 
@@ -297,7 +299,7 @@ def measure_together(
             running.append(EngineProcess(spec, plan.work.context, plan.threads))
             stack.callback(running[-1].close)
         for size in sizes:
-            results = [Together(process.spec.name, size, [], []) for process in running]
+            results = [Together(process.spec.name, size, [], [], []) for process in running]
             found += results
             for turn in range(plan.rounds + 1):
                 report(f"{size} at once", turn, plan.rounds + 1)
@@ -306,18 +308,22 @@ def measure_together(
                     if turn == 0:
                         run()
                         continue
-                    speed, cores = plan.watch.calmly(run)
+                    (speed, decoding), cores = plan.watch.calmly(run)
                     result.tokens_per_s.append(speed)
+                    result.decode_tokens_per_s.append(decoding)
                     result.others.append(cores)
             report(f"{size} at once", plan.rounds + 1, plan.rounds + 1)
     return found
 
 
-def run_together(process: Any, size: int, work: Work) -> tuple[float, float]:
-    """Tokens/s, and the seconds that the engine computed."""
+def run_together(process: Any, size: int, work: Work) -> tuple[tuple[float, float], float]:
+    """Tokens/s with prompts and without, and the seconds that the engine computed."""
     before = process.cpu_s
     prompts = [list(question) for question in islice(cycle(work.questions), size)]
     reply = process.ask(do="together", prompts=prompts, num_tokens=work.num_tokens)
-    num_tokens = sum(map(len, reply["tokens"]))
-    seconds = max(times[-1] for times in reply["times"])
-    return num_tokens / seconds, process.cpu_s - before
+    times = [time for each in reply["times"] for time in each]
+    started, end = max(each[0] for each in reply["times"]), max(times)
+    if end <= started:
+        raise EngineFailed(f"{process.spec.name} ended too early: raise --max-tokens")
+    decoding = sum(time > started for time in times) / (end - started)
+    return (len(times) / end, decoding), process.cpu_s - before

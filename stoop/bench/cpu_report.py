@@ -32,7 +32,8 @@ def print_cpu(
         console.print(_together_table(report.together))
     console.print(
         "[dim]medians of rounds, and below them the range; TTFT: time to first token; import and "
-        "load: of the second start; equal: answers that equal plain stoop's token for token[/dim]"
+        "load: of the second start; equal: answers that equal plain stoop's token for token; "
+        "several at once: tokens/s with prompts included, and from when all have a token[/dim]"
     )
     for line in warnings(report):
         say(line)
@@ -109,8 +110,8 @@ def _over(value: float | None, divisor: float) -> float | None:
 
 
 def _together_table(results: list[Together]) -> Table:
-    table = Table(title="several requests at once, prompts included")
-    for column in ("", "requests", "tokens/s", "range"):
+    table = Table(title="several requests at once")
+    for column in ("", "requests", "tokens/s", "range", "decoding, tokens/s"):
         table.add_column(column, justify="left" if not column else "right")
     for each in results:
         speeds = each.tokens_per_s
@@ -119,6 +120,7 @@ def _together_table(results: list[Together]) -> Table:
             str(each.num_requests),
             f"{statistics.median(speeds):.1f}",
             f"{min(speeds):.1f}-{max(speeds):.1f}",
+            f"{statistics.median(each.decode_tokens_per_s):.1f}",
         )
     return table
 
@@ -188,5 +190,7 @@ def _together_record(each: Together) -> dict[str, Any]:
         "requests": each.num_requests,
         "tokens_per_s": statistics.median(each.tokens_per_s),
         "tokens_per_s_by_round": each.tokens_per_s,
+        "decode_tokens_per_s": statistics.median(each.decode_tokens_per_s),
+        "decode_tokens_per_s_by_round": each.decode_tokens_per_s,
         "others_cores_by_round": each.others,
     }

@@ -130,9 +130,10 @@ def test_an_engine_that_ends_early_is_refused() -> None:
 
 def test_tokens_of_requests_at_once() -> None:
     engine = ScriptedEngine("stoop")
-    speed, own = bench.run_together(engine, 3, WORK)
+    (speed, decoding), own = bench.run_together(engine, 3, WORK)
     # The prompts are questions 1, 2 and 1 again; the longest takes 0.03 + 4 * 0.1 s.
     assert speed == pytest.approx(15 / 0.43) and own == 2.0
+    assert decoding == pytest.approx(12 / 0.4)  # from 0.03 s on, when all have a token
 
 
 # ---- rounds ----
@@ -310,7 +311,7 @@ def test_medians_and_the_json_line(tmp_path: Path, capsys: pytest.CaptureFixture
     report = bench.CpuReport(
         [result(bench.PLAIN, 30, 10, 26), result(LLAMA_CPP, 13, 14, 12)],
         {"transformers": "not measured: this Python has no transformers"},
-        [bench.Together(bench.PLAIN, 4, [50.0, 70.0, 60.0], [0.0, 0.0, 0.0])],
+        [bench.Together(bench.PLAIN, 4, [50.0, 70.0, 60.0], [80.0, 90.0, 85.0], [0.0] * 3)],
     )
     print_cpu(report, SETTING, silent, tmp_path / "out.json")
     captured = capsys.readouterr()
@@ -324,6 +325,7 @@ def test_medians_and_the_json_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ours["memory_mib"] == {"rss": None, "file": None, "anon": None}
     assert theirs["equal_share"] == 1.0
     assert record["concurrency"][0]["tokens_per_s"] == 60
+    assert record["concurrency"][0]["decode_tokens_per_s"] == 85 and "85.0" in captured.err
     assert record["bench"] == "cpu" and record["threads"] == 2
     assert "this Python has no transformers" in captured.err
     assert "10.0-30.0" in captured.err and "2.00x" in captured.err and "*" not in captured.err

@@ -72,6 +72,10 @@ def cpu(
     dense: Annotated[
         bool, typer.Option("--dense", help="also measure stoop with dequantised weights")
     ] = False,
+    coarse: Annotated[
+        bool,
+        typer.Option("--coarse", help="also measure stoop with activations of 8 bits"),
+    ] = False,
     peers: Peers = "auto",
     llama_python: LlamaPython = None,
     gguf: GGUF = None,
@@ -106,10 +110,11 @@ def cpu(
         work = _make_work(model, questions, limit, (prompt_len, max_tokens), report)
         plan = Plan(work, rounds, threads, retries)
         theirs = [_peer(name, model, gguf, llama_python, asked, report) for name in present]
-        result = measure_cpu([*_our_engines(model, work, dense), *theirs], plan, report)
+        ours = _our_engines(model, work, dense=dense, coarse=coarse)
+        result = measure_cpu([*ours, *theirs], plan, report)
         result.missing |= missing
         if sizes:
-            packed = _our_engines(model, work, dense=False, max_num_seqs=max(sizes))
+            packed = _our_engines(model, work, coarse=coarse, max_num_seqs=max(sizes))
             packed = [each for each in packed if result.find(each.name)]
             result.together = measure_together(packed, sizes, plan, report)
     _print(result, plan, {"model": model, "questions": str(questions) if questions else None}, out)
@@ -213,9 +218,14 @@ def _make_work(
 
 
 def _our_engines(
-    model: str, work: "Work", dense: bool, max_num_seqs: int | None = None
+    model: str,
+    work: "Work",
+    *,
+    dense: bool = False,
+    coarse: bool = False,
+    max_num_seqs: int | None = None,
 ) -> "list[EngineSpec]":
-    from stoop.bench.cpu import DENSE, DRAFTED, PLAIN
+    from stoop.bench.cpu import COARSE, DENSE, DRAFTED, PLAIN
     from stoop.bench.cpu_process import STOOP, EngineSpec
 
     def spec(name: str, **more: Any) -> "EngineSpec":
@@ -229,7 +239,11 @@ def _our_engines(
         spec(PLAIN, weights="packed", speculative_config=None),
         spec(DRAFTED, weights="packed"),
     ]
-    return [*found, spec(DENSE, weights="dense", speculative_config=None)] if dense else found
+    if coarse:
+        found.append(spec(COARSE, weights="packed", activation_bits=8, speculative_config=None))
+    if dense:
+        found.append(spec(DENSE, weights="dense", speculative_config=None))
+    return found
 
 
 def _peer(
