@@ -119,7 +119,9 @@ def _make_trial(config: Config, choice: DrafterChoice) -> DraftTrial | None:
         return None
     if config.graph.mode != "none" or config.schedule.run_ahead:
         return None
-    trial = DraftTrial(choice.spec.num_drafts, choice.usual_tokens, choice.store.add)
+    num_drafts, store = choice.spec.num_drafts, choice.store
+    known = [each for each in store.of_several() if each.num_drafts == num_drafts]
+    trial = DraftTrial(num_drafts, choice.usual_tokens, store.add, known)
     if choice.costs_known:
         trial.early_gap = draft_trial.KNOWN_GAP
     return trial

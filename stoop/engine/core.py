@@ -100,9 +100,7 @@ class EngineCore:
             self._check_idle()
             return failed
         if self.trial is not None:
-            self.scheduler.num_places = 0 if self.trial.wants_plain() else self._num_drafts
-            self.scheduler.num_drafts = self._num_drafts if self.trial.pays else 0
-            self.scheduler.keeps_drafter_kv = not self.trial.hopeless
+            self._ask_trial(self.trial)
         started = time.perf_counter()
         while self._may_launch():
             if self.drafts is not None:
@@ -160,14 +158,21 @@ class EngineCore:
     def _note_trial(
         self, trial: DraftTrial, plan: StepPlan, result: StepResult, seconds: float
     ) -> None:
-        """A decode of a single request shows what drafts cost."""
-        if len(plan.rows) != 1 or plan.rows[0].num_computed < plan.rows[0].num_prompt_tokens:
+        """A step that only decodes shows what drafts cost, if all of its requests have them."""
+        if any(row.num_computed < row.num_prompt_tokens for row in plan.rows):
             return
-        (row,) = result.rows
-        if row.num_drafts == self._num_drafts:
-            trial.note_drafted(seconds, len(row.token_ids))
-        elif plan.rows[0].num_tokens == 1:
-            trial.note_plain(seconds - self.executor.draft_seconds, self.executor.busy)
+        count = len(plan.rows)
+        if all(row.num_drafts == self._num_drafts for row in result.rows):
+            trial.note_drafted(seconds, sum(len(row.token_ids) for row in result.rows), count)
+        elif all(row.num_tokens == 1 for row in plan.rows):
+            trial.note_plain(seconds - self.executor.draft_seconds, self.executor.busy, count)
+
+    def _ask_trial(self, trial: DraftTrial) -> None:
+        """Set the number of drafts of the next step."""
+        scheduler, count = self.scheduler, len(self.scheduler.running)
+        scheduler.num_places = 0 if trial.wants_plain(count) else self._num_drafts
+        scheduler.num_drafts = self._num_drafts if trial.pays(count) else 0
+        scheduler.keeps_drafter_kv = not trial.hopeless
 
     def _check_idle(self) -> None:
         if not self.has_work:

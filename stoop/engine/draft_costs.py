@@ -17,16 +17,18 @@ from stoop.version import __version__
 log = logging.getLogger(__name__)
 
 STORE = "draft-costs.json"
+MAX_LOAD = 1024  # requests at once whose costs are kept
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """How long a step takes that serves one request."""
+    """How long a step takes that serves one request, or several."""
 
     num_drafts: int
     plain_ms: float  # without drafts
     drafted_ms: float  # verifying `num_drafts` and making as many
     busy: bool = False  # whether other programs slowed it down
+    load: int = 1  # requests, a power of two that is not below their number
 
     def times(self, max_drafts: int) -> list[float]:
         """Milliseconds with 0, 1 ... `max_drafts` drafts, which cost about the same each."""
@@ -53,16 +55,25 @@ class CostStore:
         self.path = cache_dir() / STORE
         self.key = _key(options, model, head) + ("|packed" if packed else "")
 
-    def load(self) -> DraftCosts | None:
+    def load(self, load: int = 1) -> DraftCosts | None:
+        """load: of the requests"""
         try:
-            return _parse(self._read()[self.key])
+            return _parse(self._read()[self._key_of(load)])
         except (KeyError, TypeError, ValueError):
             return None
 
+    def of_several(self) -> list[DraftCosts]:
+        """With two requests or more, from runs that nothing disturbed."""
+        found = (self.load(1 << place) for place in range(1, MAX_LOAD.bit_length()))
+        return [each for each in found if each is not None and not each.busy]
+
+    def _key_of(self, load: int) -> str:
+        return self.key if load == 1 else f"{self.key}|{load} at once"
+
     def add(self, costs: DraftCosts) -> None:
-        known = self.load()
+        known = self.load(costs.load)
         merged = known.refined_by(costs) if known else costs
-        content = {**self._read(), self.key: dataclasses.asdict(merged)}
+        content = {**self._read(), self._key_of(costs.load): dataclasses.asdict(merged)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             fresh = self.path.with_suffix(f".{os.getpid()}")

@@ -242,15 +242,20 @@ def test_auto_in_words(target: str, tmp_path: Path) -> None:
 # ---- while it runs ----
 
 
-def feed(trial: DraftTrial, plain: float, drafted: float, tokens: int, steps: int = 80) -> int:
-    """Steps as an engine would make them; returns how many verified no drafts."""
+def feed(
+    trial: DraftTrial, plain: float, drafted: float, tokens: int, steps: int = 80, reqs: int = 1
+) -> int:
+    """Steps as an engine would make them; returns how many verified no drafts.
+
+    tokens: that a step yields for each request
+    """
     num_plain = 0
     for _ in range(steps):
-        if trial.wants_plain():
+        if trial.wants_plain(reqs):
             num_plain += 1
-            trial.note_plain(plain)
+            trial.note_plain(plain, num_reqs=reqs)
         else:
-            trial.note_drafted(drafted, tokens)
+            trial.note_drafted(drafted, reqs * tokens, reqs)
     return num_plain
 
 
@@ -258,7 +263,7 @@ def test_costs_are_kept_once_known() -> None:
     kept: list[DraftCosts] = []
     trial = DraftTrial(3, LENGTHS, kept.append)
     num_plain = feed(trial, plain=0.010, drafted=0.020, tokens=3)
-    assert trial.pays and kept == [DraftCosts(3, pytest.approx(10.0), pytest.approx(20.0))]
+    assert trial.pays() and kept == [DraftCosts(3, pytest.approx(10.0), pytest.approx(20.0))]
     assert num_plain == draft_trial.PLAIN_SAMPLES
     assert feed(trial, 0.010, 0.020, 3, steps=300) <= 5, "few plain steps once costs are known"
 
@@ -275,13 +280,13 @@ def test_costs_measured_beside_other_programs_say_so() -> None:
 def test_drafts_that_cannot_pay_are_off_for_good(caplog: pytest.LogCaptureFixture) -> None:
     trial = DraftTrial(3, LENGTHS, lambda costs: None)
     feed(trial, plain=0.010, drafted=0.050, tokens=3)
-    assert not trial.pays and trial.wants_plain()
+    assert not trial.pays() and trial.wants_plain()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
-        "speculative decoding is off from now on: a step takes 50 ms with K = 3 and 10 ms without"
+        "speculative decoding is off from now on: a step takes 50.0 ms with K = 3 and 10.0 ms "
     )
     trial.note_idle()
-    assert not trial.pays
+    assert not trial.pays()
 
 
 def test_drafts_that_are_rejected_are_off_for_these_requests(
@@ -289,10 +294,77 @@ def test_drafts_that_are_rejected_are_off_for_these_requests(
 ) -> None:
     trial = DraftTrial(3, LENGTHS, lambda costs: None)
     feed(trial, plain=0.010, drafted=0.020, tokens=1)
-    assert not trial.pays
+    assert not trial.pays()
     assert "until these requests are done" in caplog.text
     trial.note_idle()
-    assert trial.pays and not trial.wants_plain()
+    assert trial.pays() and not trial.wants_plain()
+
+
+def test_drafts_that_pay_for_one_request_may_not_pay_for_several(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Decided by load, and for all larger ones; those below go on."""
+    kept: list[DraftCosts] = []
+    trial = DraftTrial(3, LENGTHS, kept.append)
+    feed(trial, plain=0.004, drafted=0.008, tokens=3)
+    feed(trial, plain=0.005, drafted=0.011, tokens=3, reqs=2)
+    assert trial.pays(1) and trial.pays(2) and trial.pays(16), "nothing is known of 16"
+    feed(trial, plain=0.006, drafted=0.022, tokens=3, reqs=3)
+    assert [trial.pays(count) for count in (1, 2, 3, 4, 16)] == [True, True, False, False, False]
+    assert trial.wants_plain(3) and not trial.hopeless
+    assert caplog.text.count("is off while 3 or more requests run") == 1
+    assert [(each.load, round(each.plain_ms, 1)) for each in kept] == [(1, 4.0), (2, 5.0), (4, 6.0)]
+    trial.note_idle()  # usual acceptance would not make up for it
+    assert [trial.pays(count) for count in (2, 3)] == [True, False]
+
+
+def test_rejected_drafts_of_several_requests_are_tried_again_later() -> None:
+    trial = DraftTrial(3, LENGTHS, lambda costs: None)
+    feed(trial, plain=0.010, drafted=0.020, tokens=1, reqs=4)
+    assert trial.pays(2) and not trial.pays(4)
+    trial.note_idle()
+    assert trial.pays(4)
+
+
+def test_what_earlier_runs_found_with_several_requests_is_used(target: str) -> None:
+    store = store_of(target)
+    store.add(DraftCosts(3, 10.0, 18.0))
+    store.add(DraftCosts(3, 12.0, 60.0, load=8))
+    store.add(DraftCosts(3, 11.0, 60.0, busy=True, load=4))
+    assert store.load() == DraftCosts(3, 10.0, 18.0)
+    trial = LLM(target, **SETTINGS).engine.core.trial
+    assert trial is not None
+    assert [trial.pays(count) for count in (1, 4, 5, 8, 100)] == [True, True, False, False, False]
+    store.add(DraftCosts(2, 1.0, 60.0, load=2))  # of another number of drafts
+    trial = LLM(target, **SETTINGS).engine.core.trial
+    assert trial is not None and trial.pays(2)
+
+
+def test_an_engine_drafts_for_few_requests_only(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once go without drafts, one at a time has them."""
+    plain, drafted = DraftTrial.note_plain, DraftTrial.note_drafted
+    monkeypatch.setattr(
+        DraftTrial, "note_plain", lambda self, _, busy, count: plain(self, 0.010, busy, count)
+    )
+    monkeypatch.setattr(
+        DraftTrial,
+        "note_drafted",
+        lambda self, _, n, count: drafted(self, 0.011 if count == 1 else 0.3, n, count),
+    )
+    long = GREEDY.replace(max_tokens=220)
+    expected = answers(LLM(target, **ROOMY, speculative_config=None), long)
+    llm = LLM(target, **ROOMY, block_size=4)
+    trial = llm.engine.core.trial
+    assert trial is not None and answers(llm, long) == expected
+    assert trial.pays(1) and not trial.pays(len(PROMPTS))
+    by_drafts = llm.metrics()["num_steps_by_drafts"]
+    assert by_drafts[0] > 20, by_drafts
+    before = llm.metrics()["spec_decode_num_drafts"]
+    (alone,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
+    assert alone.outputs[0].token_ids == expected[0]
+    assert llm.metrics()["spec_decode_num_drafts"] > before + 20
 
 
 def test_one_slow_step_decides_nothing() -> None:
@@ -300,15 +372,19 @@ def test_one_slow_step_decides_nothing() -> None:
     feed(trial, plain=0.010, drafted=0.020, tokens=3)
     trial.note_drafted(5.0, 1)
     trial.note_drafted(5.0, 1)
-    assert trial.pays
+    assert trial.pays()
 
 
 @pytest.fixture
 def costly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step with drafts seems to take a hundred times as long as one without."""
     plain, drafted = DraftTrial.note_plain, DraftTrial.note_drafted
-    monkeypatch.setattr(DraftTrial, "note_plain", lambda self, *_: plain(self, 0.001))
-    monkeypatch.setattr(DraftTrial, "note_drafted", lambda self, _, n: drafted(self, 0.1, n))
+    monkeypatch.setattr(
+        DraftTrial, "note_plain", lambda self, _, busy, count: plain(self, 0.001, busy, count)
+    )
+    monkeypatch.setattr(
+        DraftTrial, "note_drafted", lambda self, _, n, count: drafted(self, 0.1, n, count)
+    )
 
 
 def test_answers_are_the_same_whether_drafts_stay_or_go(target: str, costly: None) -> None:
@@ -317,7 +393,7 @@ def test_answers_are_the_same_whether_drafts_stay_or_go(target: str, costly: Non
     llm = LLM(target, **ROOMY, block_size=4)
     assert llm.engine.core.trial is not None and llm.metrics()["drafting"]
     (alone,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
-    assert not llm.engine.core.trial.pays
+    assert not llm.engine.core.trial.pays()
     assert not llm.metrics()["drafting"]
     assert alone.outputs[0].token_ids == expected[0]
     before = llm.metrics()["spec_decode_num_drafts"]
@@ -333,7 +409,7 @@ def test_blocks_without_the_drafters_kv_are_not_offered(target: str, costly: Non
     long = GREEDY.replace(max_tokens=200)
     llm = LLM(target, **ROOMY, block_size=4)
     (first,) = llm.generate(PROMPTS[0], long, use_tqdm=False)
-    assert llm.engine.core.trial is not None and not llm.engine.core.trial.pays
+    assert llm.engine.core.trial is not None and not llm.engine.core.trial.pays()
     llm.engine.core.trial = None  # from here on drafts as ever
     llm.engine.scheduler.num_places = llm.engine.scheduler.num_drafts = 3
     follow_up = [*PROMPTS[0], *first.outputs[0].token_ids][:210]
