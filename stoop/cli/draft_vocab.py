@@ -25,9 +25,10 @@ def draft_vocab(
         Path,
         typer.Option(
             FLAG,
-            help="text to count: a text file, or a .jsonl file with a prompt, text, question, "
-            "instruction, turns or messages field, with answers in answer, reference, response, "
-            "completion, output or outputs, such as stoop generate --json prints",
+            help="text to count: a text file, or a .jsonl file of texts or of records with a "
+            "prompt, text, question, instruction, turns or messages field, with answers in answer, "
+            "reference, response, completion, output or outputs, such as stoop generate --json "
+            "prints",
         ),
     ],
     size: Size = DEFAULT_DRAFT_VOCAB,
