@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stoop.bench.shapes import SHAPES
+from stoop.bench.shape_configs import SHAPES
 from stoop.bench.throughput import (
     LoadReport,
     LoadRow,
