@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoop.bench.offline import Load, check_length, random_prompts
-from stoop.bench.questions import check_room
+from stoop.bench.questions import check_room, spread
 from stoop.config.schema import Config
 from stoop.config.speculation import MAX_DRAFTS
 from stoop.core.outputs import RequestOutput, SpecCounts
@@ -53,9 +53,11 @@ class Traffic:
         return [load] * whole + [rest] * (rest > 0)
 
     def prompts(self, llm: LLM, count: int) -> list[list[int]]:
-        if self.questions:
-            return list(itertools.islice(itertools.cycle(self.questions), count))
-        return random_prompts(llm, Load(count, self.input_len, self.output_len))
+        if not self.questions:
+            return random_prompts(llm, Load(count, self.input_len, self.output_len))
+        if count < len(self.questions):  # files sort by category
+            return spread(self.questions, count)
+        return list(itertools.islice(itertools.cycle(self.questions), count))
 
     def check_room(self, llm: LLM) -> None:
         """Refuse prompts that are too long for the engine."""

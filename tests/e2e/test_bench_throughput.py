@@ -95,6 +95,17 @@ def test_how_many_requests_a_run_has(load: int, asked: int | None, groups: list[
     assert traffic.groups(load) == groups and traffic.count(load) == sum(groups)
 
 
+def test_a_part_of_the_questions_is_spread_over_the_file() -> None:
+    """Files sort by category, and every load should see all of them."""
+    questions = [[number] for number in range(80)]
+    traffic = Traffic((1,), 8, 8, questions=questions)
+    llm: Any = None
+    assert traffic.prompts(llm, 4) == [[0], [20], [40], [60]]
+    assert traffic.prompts(llm, 32) == [[place * 80 // 32] for place in range(32)]
+    assert traffic.prompts(llm, 80) == questions
+    assert traffic.prompts(llm, 82) == [*questions, [0], [1]]
+
+
 def row(load: int, drafts: int | str, *speeds: float, accepted: int = 0) -> LoadRow:
     steps = 10 if drafts else 0
     runs = [LoadRun(2.0, round(2 * speed), SpecCounts(steps, 30, accepted)) for speed in speeds]
