@@ -57,7 +57,7 @@ def open_shape(
             if head.kind == "eagle3":
                 place = _write_head(Path(root, "head"), folder, with_weights=not dummy)
                 drafter["model"] = str(place)
-            options["speculative_config"] = drafter | _never_accepted(num_drafts)
+            options["speculative_config"] = drafter | never_accepted(num_drafts)
         yield str(folder), options
 
 
@@ -93,7 +93,8 @@ def head_config(target: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _never_accepted(num_drafts: int | str) -> dict[str, Any]:
+def never_accepted(num_drafts: int | str) -> dict[str, Any]:
+    """Keys of speculative_config: so many drafts per step, all rejected."""
     return {
         "num_speculative_tokens": num_drafts,
         "adaptive": isinstance(num_drafts, str),  # a number of drafts is made in every step

@@ -114,6 +114,12 @@ def test_every_shape_is_named(name: str) -> None:
     assert set(SHAPES) <= words
 
 
+def test_a_table_of_throughput_is_described_as_it_is() -> None:
+    text = " ".join(shown("bench", "throughput", width=250).split())
+    assert "for a table 4 times each load, at most 256 but no fewer than the load" in text
+    assert "without prefix caching" in text and "3 with --head" in text
+
+
 def test_a_head_and_its_vocabulary_are_described_as_they_are() -> None:
     text = " ".join(shown("bench", "step", width=250).split())
     assert "EAGLE-3" not in text and "[default: eagle3]" in text
