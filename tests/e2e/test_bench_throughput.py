@@ -325,6 +325,9 @@ def test_a_peer_that_is_not_installed_is_left_out(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     args = ["--shape", "tiny", "--peer", "vllm", "--load", "1", "--repeat", "1", *SIZES, *CPU]
+    for given in ("nowhere/python", sys.executable):  # but not where one is named
+        code, _, told = stoop("bench", "throughput", *args, "--python", given)
+        assert code == 2 and f"error: --python {given} " in told
     code, shown, told = stoop("bench", "throughput", *args)
     assert code == 0, told
     assert "note: vllm is not measured" in told and "pip install vllm" in told
@@ -356,11 +359,25 @@ def test_a_peer_that_is_not_installed_is_left_out(
         (["--shape", "tiny", "--draft-vocab-size", "64"], "use --head mtp"),
         (["--shape", "tiny", "--k", "0", "--head", "mtp"], "--k 0 makes none: leave them out"),
         (["--shape", "tiny", "--k", "0", "--draft-vocab-size", "8"], "--k 0 makes none"),
+        (["--shape", "tiny", "--load", "2,64", "--max-num-seqs", "8"], "--max-num-seqs 8 is less"),
+        (["--shape", "tiny", "--load-format", "auto"], "leave out --load-format"),
+        (["--shape", "tiny", "--skip-tokenizer-init"], "leave out --skip-tokenizer-init"),
+        (
+            ["--shape", "tiny", "--tokenizer", "x", "--revision", "main"],
+            "leave out --tokenizer and --revision",
+        ),
+        (["--shape", "tiny", "--enable-prefix-caching"], "leave out --enable-prefix-caching"),
+        (["--load", "1", "--enable-prefix-caching"], "leave out --enable-prefix-caching"),
         (
             ["--k", "3", "-sc", '{"method": "ngram", "adaptive": true}'],
-            "-sc has adaptive=true, but of --k 3 a number is made in every step",
+            "-sc has adaptive=true, but --k 3 decides that",
         ),
         (["--k", "auto", "-sc", '{"method": "ngram", "adaptive": false}'], "leave out adaptive"),
+        (["--shape", "tiny", "--k", "auto", "--peer", "vllm"], "needs a fixed K"),
+        (
+            ["--shape", "tiny", "--peer", "vllm", "--dtype", "bfloat16", "--weight-dtype", "auto"],
+            "leave out --dtype and --weight-dtype",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(args: list[str], pattern: str, stoop: Stoop) -> None:

@@ -13,7 +13,7 @@ from stoop.bench.shape_configs import EAGLE3, SHAPES, ShapeHead
 from stoop.cli.bench.common import OutputLen, make_head, parse_sizes, say
 from stoop.cli.bench.questions import Raw, find_drafter, load_tokenizer
 from stoop.cli.bench.steps import DraftVocabSize
-from stoop.cli.options import Model, check_engine, engine_flags
+from stoop.cli.options import Model, check_engine, engine_flags, flag_name, given_options
 from stoop.cli.start import settle_engine, start_llm
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.schema import DEFAULT_MODEL
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 NUM_PROMPTS, INPUT_LEN, LOADS, REPEAT = 16, 64, "1,8", 3
 SHAPE_DRAFTS = 3  # where a head is chosen and no K
+
+# The shape determines these options; it has no tokenizer.
+_SET_BY_SHAPE = ("tokenizer", "revision", "skip_tokenizer_init", "load_format")
+_DTYPES = ("dtype", "weight_dtype", "kv_cache_dtype")
 
 NumPrompts = Annotated[
     int | None,
@@ -74,7 +78,9 @@ Head = Annotated[
 ]
 Peer = Annotated[
     str | None,
-    typer.Option(help="vllm: also measure vLLM, on the same shape, as many requests at once"),
+    typer.Option(
+        help="vllm: also measure vLLM, on the same shape and in its dtype, as many requests at once"
+    ),
 ]
 Python = Annotated[
     str | None,
@@ -84,6 +90,7 @@ Python = Annotated[
 
 @engine_flags
 def throughput(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     num_prompts: NumPrompts = None,
     input_len: InputLen = None,
@@ -114,13 +121,14 @@ def throughput(
         return
     wants_head = head is not None or draft_vocab_size is not None
     _check_together(model, shape, questions, raw, input_len, wants_head, engine)
+    _check_named(given_options(context), shape, peer, engine)
     _check_peer(peer, python, shape)
     drafter = None if shape else find_drafter(engine, model)
     drafts = _choose_drafts(k, shape, drafter, wants_head)
     shape_head = make_head(head, draft_vocab_size, drafts)
     _check_peer_drafts(peer, shape_head, drafts)
     asked = _read_questions(model, questions, raw, engine) if questions else []
-    limits = {"--num-prompts": num_prompts}
+    limits = {"--num-prompts": num_prompts, "--max-num-seqs": engine["max_num_seqs"]}
     traffic = _make_traffic(load or LOADS, lengths, limits, asked, questions)
     opened: AbstractContextManager[Engines]
     if shape:
@@ -197,6 +205,24 @@ def _check_together(
         raise ConfigError("--head and --draft-vocab-size are for --shape: set a drafter with -sc")
 
 
+def _check_named(
+    named: set[str], shape: str | None, peer: str | None, engine: dict[str, Any]
+) -> None:
+    """Refuse engine options that a table does not leave to the user. named: those given"""
+    if "enable_prefix_caching" in named and engine["enable_prefix_caching"]:
+        raise ConfigError(
+            "a table is measured without prefix caching, since runs repeat questions: leave out "
+            "--enable-prefix-caching"
+        )
+    for chosen, names, why in (
+        (shape, _SET_BY_SHAPE, "--shape sets the weights and has no tokenizer"),
+        (peer, _DTYPES, f"--peer {peer} computes in the shape's own dtype, and so must stoop"),
+    ):
+        found = [flag_name(name) for name in names if name in named]
+        if chosen and found:
+            raise ConfigError(f"{why}: leave out {' and '.join(found)}")
+
+
 def _check_peer(peer: str | None, python: str | None, shape: str | None) -> None:
     if peer not in (None, "vllm"):
         raise ConfigError(f"--peer {peer}: use vllm, the only choice")
@@ -211,6 +237,8 @@ def _check_peer(peer: str | None, python: str | None, shape: str | None) -> None
 def _check_peer_drafts(peer: str | None, head: ShapeHead, drafts: "Sequence[Drafts]") -> None:
     if peer and head != EAGLE3:
         raise ConfigError(f"--peer {peer} drafts with the head of eagle3: leave out --head")
+    if peer and not any(isinstance(each, int) for each in drafts):
+        raise ConfigError(f"--peer {peer} needs a fixed K: add one, such as --k 0,auto")
 
 
 # ---- drafts and questions ----
@@ -234,8 +262,8 @@ def _choose_drafts(
     adaptive = (drafter or {}).get("adaptive")
     if adaptive is not None and any(isinstance(each, str) != adaptive for each in found if each):
         raise ConfigError(
-            f"-sc has adaptive={str(adaptive).lower()}, but of --k {k} a number is made in every "
-            "step and auto adapts: leave out adaptive"
+            f"-sc has adaptive={str(adaptive).lower()}, but --k {k} decides that (a number is made "
+            "in every step, auto varies): leave out adaptive"
         )
     return found
 
@@ -271,12 +299,14 @@ def _measure_peer(
     repeat: int,
     python: str | None,
 ) -> "PeerSpeeds | None":
-    """Before our own engines take memory. A peer that is not installed is left out."""
+    """Before our own engines take memory. Without --python, a missing peer is left out."""
     if peer is None or shape is None:
         return None
     from stoop.bench.peer import measure_vllm_loads, vllm_problem
 
     problem = vllm_problem(python or sys.executable)
+    if problem is not None and python:
+        raise ConfigError(problem)
     if problem is not None:
         say(f"note: vllm is not measured: {problem}")
         return None
