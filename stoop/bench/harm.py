@@ -20,7 +20,8 @@ from stoop.bench.apart import describe, run_apart
 from stoop.bench.harm_bugs import EVERY_BUG, Bug, Workload
 from stoop.bench.harm_rows import HarmRow, Outcome
 from stoop.bench.questions import Task
-from stoop.bench.shapes import SHAPES, open_shape
+from stoop.bench.shape_configs import SHAPES
+from stoop.bench.shapes import open_shape
 from stoop.check.mutants.base import applied
 from stoop.check.steps import StepWork, watch_steps
 from stoop.core.sampling_params import SamplingParams

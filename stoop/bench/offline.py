@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stoop.config.errors import ConfigError
+from stoop.config.schema import Config
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 
@@ -78,7 +79,7 @@ class LatencyResult:
 
 
 def measure_throughput(llm: LLM, load: Load) -> RunResult:
-    check_length(llm, load)
+    check_length(llm.config, load)
     run(llm, Load(min(2, load.num_requests), load.input_len, 4))  # warm-up
     return run(llm, load)
 
@@ -92,7 +93,7 @@ def measure_latency(
     weight_bytes = sum(p.numel() * p.element_size() for p in llm.engine.runner.model.parameters())
     results = []
     for load in loads:
-        check_length(llm, load)
+        check_length(llm.config, load)
         runs, peer_speeds = [], []
         run(llm, Load(load.num_requests, load.input_len, 4))
         if peer:
@@ -146,8 +147,8 @@ def random_prompts(llm: LLM, load: Load) -> list[list[int]]:
     ]
 
 
-def check_length(llm: LLM, load: Load) -> None:
-    limit = llm.config.schedule.max_model_len
+def check_length(config: Config, load: Load) -> None:
+    limit = config.schedule.max_model_len
     if load.input_len + load.output_len > limit:
         raise ConfigError(
             f"{load.input_len} prompt tokens plus {load.output_len} answer tokens exceed "

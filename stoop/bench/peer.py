@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stoop.bench import vllm_worker
-from stoop.bench.shapes import SHAPES, head_config, target_config
+from stoop.bench.shape_configs import SHAPES
+from stoop.bench.shapes import head_config, target_config
 from stoop.bench.throughput import Drafts, PeerSpeeds, Traffic
 from stoop.config.errors import ConfigError
 from stoop.config.speculation import MAX_DRAFTS

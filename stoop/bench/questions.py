@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
@@ -22,6 +22,7 @@ from stoop.text.prompts import (
 )
 from stoop.text.tokenizer import Tokenizer
 
+Item = TypeVar("Item")
 Prompts = Mapping[str, list[list[int]]]  # by file name, the token ids of each question
 
 FLAG = "--questions"
@@ -81,8 +82,13 @@ def read_questions(paths: Iterable[Path], limit: int | None) -> dict[str, list[C
     for path in paths:
         every = read_prompts(path, FLAG)
         count = min(limit or len(every), len(every))
-        found[str(path)] = [every[place * len(every) // count] for place in range(count)]
+        found[str(path)] = spread(every, count)
     return found
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """`count` of the items, evenly spaced."""
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 def read_answered(path: Path, flag: str = FLAG) -> list[Question]:

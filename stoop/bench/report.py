@@ -250,6 +250,7 @@ def _setting_record(shape: str, config: Config, load: StepLoad) -> dict[str, Any
         "shape": shape,
         "k": config.schedule.num_drafts,
         "head": config.spec.method if config.spec else None,
+        "draft_vocab_size": config.head.vocab_size if config.head else None,
         "prompt_len": None if load.planted else load.length,
         "context": load.length if load.planted else None,
         "graph_mode": config.graph.mode,

@@ -18,7 +18,8 @@ import torch
 
 from stoop.bench.offline import Load, random_prompts
 from stoop.bench.profile import DeviceTimes, Trace, device_times, read_trace, tracing
-from stoop.bench.shapes import EAGLE3, ShapeHead, open_shape
+from stoop.bench.shape_configs import EAGLE3, ShapeHead
+from stoop.bench.shapes import open_shape
 from stoop.bench.spec import Start
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.core.request import Request, TokenRules

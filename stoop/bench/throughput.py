@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoop.bench.offline import Load, check_length, random_prompts
-from stoop.bench.questions import check_room
-from stoop.config.schema import Config
+from stoop.bench.questions import check_room, spread
+from stoop.config.schema import Config, SpecConfig
 from stoop.config.speculation import MAX_DRAFTS
 from stoop.core.outputs import RequestOutput, SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 
-AUTO = "auto"
-Drafts = int | str  # K, or AUTO
+Drafts = int | str  # K, or "auto"
 StartWith = Callable[[Drafts], LLM]
 Say = Callable[[str], None]
 
@@ -53,16 +52,18 @@ class Traffic:
         return [load] * whole + [rest] * (rest > 0)
 
     def prompts(self, llm: LLM, count: int) -> list[list[int]]:
-        if self.questions:
-            return list(itertools.islice(itertools.cycle(self.questions), count))
-        return random_prompts(llm, Load(count, self.input_len, self.output_len))
+        if not self.questions:
+            return random_prompts(llm, Load(count, self.input_len, self.output_len))
+        if count < len(self.questions):  # files sort by category
+            return spread(self.questions, count)
+        return list(itertools.islice(itertools.cycle(self.questions), count))
 
-    def check_room(self, llm: LLM) -> None:
-        """Refuse prompts that are too long for the engine."""
+    def check_room(self, config: Config) -> None:
+        """Refuse prompts that are too long for an engine."""
         if self.questions:
-            check_room(llm.config, self.file, max(map(len, self.questions)))
+            check_room(config, self.file, max(map(len, self.questions)))
         else:
-            check_length(llm, Load(1, self.input_len, self.output_len))
+            check_length(config, Load(1, self.input_len, self.output_len))
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class LoadRow:
     drafts: Drafts
     num_requests: int
     runs: list[LoadRun]
+    adaptive: bool = False  # steps may make fewer drafts
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,17 +117,19 @@ class LoadReport:
     config: Config  # of the first engine
     rows: list[LoadRow] = field(default_factory=list)
     peer: PeerSpeeds | None = None
+    spec: SpecConfig | None = None  # of the first engine that drafts
 
     def records(self) -> list[dict[str, Any]]:
         return [self._record(row) for row in self.rows]
 
     def _record(self, row: LoadRow) -> dict[str, Any]:
-        fixed = {r.drafts: r.tokens_per_s for r in self.rows if r.load == row.load}
-        fixed.pop(AUTO, None)
+        beside = [each for each in self.rows if each.load == row.load and not each.adaptive]
+        fixed = {each.drafts: each.tokens_per_s for each in beside}
         plain, best = fixed.get(0), max(fixed.values(), default=None)
         record = {
             "load": row.load,
             "k": row.drafts,
+            "adaptive": row.adaptive,
             "num_requests": row.num_requests,
             "tokens_per_s": row.tokens_per_s,
             "tokens_per_s_all": [run.tokens_per_s for run in row.runs],
@@ -146,11 +150,10 @@ def measure_loads(
     start: StartWith, traffic: Traffic, drafts: Sequence[Drafts], repeat: int, say: Say
 ) -> LoadReport:
     """Measure every load with every K, one engine after another."""
-    rows, config = [], None
+    rows, config, spec = [], None, None
     for place, each in enumerate(drafts, start=1):
         llm = start(each)
-        config = config or llm.config
-        traffic.check_room(llm)
+        config, spec = config or llm.config, spec or llm.config.spec
         for load in traffic.loads:
             row = _measure(llm, traffic, load, each, repeat)
             rows.append(row)
@@ -162,7 +165,7 @@ def measure_loads(
         del llm  # frees its memory for the next engine
     assert config is not None
     rows.sort(key=lambda row: traffic.loads.index(row.load))
-    return LoadReport(traffic, config, rows)
+    return LoadReport(traffic, config, rows, spec=spec)
 
 
 def _measure(llm: LLM, traffic: Traffic, load: int, drafts: Drafts, repeat: int) -> LoadRow:
@@ -171,7 +174,7 @@ def _measure(llm: LLM, traffic: Traffic, load: int, drafts: Drafts, repeat: int)
     warm = params.replace(max_tokens=min(WARM_TOKENS, traffic.output_len))
     _run(llm, traffic.prompts(llm, load), warm, load, in_groups)
     runs = [_run(llm, traffic.prompts(llm, count), params, load, in_groups) for _ in range(repeat)]
-    return LoadRow(load, drafts, count, runs)
+    return LoadRow(load, drafts, count, runs, llm.config.schedule.adaptive)
 
 
 def _run(

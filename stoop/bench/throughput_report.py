@@ -13,6 +13,7 @@ from stoop.bench.throughput import LoadReport
 def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
     """name: of the model or shape; setting: what else the JSON line says"""
     config, traffic = report.config, report.traffic
+    head = report.spec.head if report.spec else None
     lengths = f"{traffic.input_len} prompt and {traffic.output_len} answer tokens"
     if traffic.questions:
         lengths = f"questions, up to {traffic.output_len} answer tokens"
@@ -27,7 +28,7 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
     for record in records:
         cells = [
             str(record["load"]),
-            str(record["k"]) if record["k"] else "plain",
+            _drafts(record["k"], record["adaptive"]),
             f"{record['tokens_per_s']:.1f}",
             _times(record["of_plain"]),
             _times(record["of_best_fixed"]),
@@ -46,6 +47,8 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
         {
             "bench": "throughput",
             **setting,
+            "head": report.spec.method if report.spec else None,
+            "draft_vocab_size": head.vocab_size if head else None,
             "input_len": None if traffic.questions else traffic.input_len,
             "output_len": traffic.output_len,
             "graph_mode": config.graph.mode,
@@ -55,6 +58,12 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
             "rows": records,
         }
     )
+
+
+def _drafts(k: int | str, adaptive: bool) -> str:
+    if not k:
+        return "plain"
+    return f"up to {k}" if adaptive and isinstance(k, int) else str(k)
 
 
 def _times(ratio: float | None) -> str:

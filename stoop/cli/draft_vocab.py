@@ -9,11 +9,13 @@ from stoop.cli.bench.common import check_file
 from stoop.cli.options import Model
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
+from stoop.config.speculation import DEFAULT_DRAFT_VOCAB
 
 if TYPE_CHECKING:
     from stoop.text.counting import TokenCounts
 
 FLAG = "--from"
+Size = Annotated[int, typer.Option(min=1, help="number of tokens to list")]
 SIZES = (4096, 8192, 16384, 32768, 65536)  # to print the coverage of
 
 
@@ -23,12 +25,13 @@ def draft_vocab(
         Path,
         typer.Option(
             FLAG,
-            help="text to count: a text file, or a .jsonl file with a prompt, text, question, "
-            "instruction, turns or messages field, with answers in answer, reference, response, "
-            "completion, output or outputs, such as stoop generate --json prints",
+            help="text to count: a text file, or a .jsonl file of texts or of records with a "
+            "prompt, text, question, instruction, turns or messages field, with answers in answer, "
+            "reference, response, completion, output or outputs, such as stoop generate --json "
+            "prints",
         ),
     ],
-    size: Annotated[int, typer.Option(min=1, help="number of tokens to list")] = 32768,
+    size: Size = DEFAULT_DRAFT_VOCAB,
     out: Annotated[Path, typer.Option(help="file to write")] = Path("draft_vocab.json"),
 ) -> None:
     """List the most frequent tokens of a text, for drafts from a smaller vocabulary.

@@ -116,6 +116,13 @@ def check_engine(model: str, engine: dict[str, Any]) -> None:
     check_options(make_options(model, engine))
 
 
+def given_options(context: typer.Context) -> set[str]:
+    """The engine options that the user gave, whatever their values."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
+    return {name.removeprefix("engine_") for name in given if name.startswith("engine_")}
+
+
 def choose_names(flag: str, text: str, known: Sequence[str]) -> list[str]:
     """Names separated by commas, in any case."""
     given = text.split(",")

@@ -27,6 +27,15 @@ def start_llm(model: str, engine: dict[str, Any]) -> "LLM":
     return llm
 
 
+def settle_engine(model: str, engine: dict[str, Any]) -> "Config":
+    """Refuse options that do not fit the model or each other; no weights are loaded."""
+    with StageProgress() as report:
+        from stoop.config.resolve import make_options
+        from stoop.engine.build import CoreBuilder
+
+        return CoreBuilder(make_options(model, engine), report).settle()
+
+
 def print_started(what: str, config: "Config", numbers: dict[str, Any], seconds: float) -> None:
     """Print what runs: device, KV cache and drafter. numbers: the engine's metrics"""
     kv_dtype = dtype_label(config.device.kv_dtype)

@@ -63,6 +63,10 @@ class CoreBuilder:
             return None
         return Path(self.options.tokenizer) if self.options.tokenizer else self.folder
 
+    def settle(self) -> Config:
+        """The configuration with the chosen drafter; nothing is loaded."""
+        return self._settle(self._choice)
+
     def build(self) -> BuiltCore:
         """Load the model and its drafter."""
         choice = self._choice
@@ -75,10 +79,13 @@ class CoreBuilder:
             note = f"the model's head does not fit the other options ({error})"
         return self._build(DrafterChoice(None, note))
 
-    def _build(self, choice: DrafterChoice) -> BuiltCore:
+    def _settle(self, choice: DrafterChoice) -> Config:
         folder = str(self.folder)
         config = resolve(self.options, self._model, folder, self._device, choice.spec, self._packed)
-        config = replace(config, draft_note=choice.note)
+        return replace(config, draft_note=choice.note)
+
+    def _build(self, choice: DrafterChoice) -> BuiltCore:
+        config = self._settle(choice)
         executor = UniprocExecutor(config, self._report)
         core = EngineCore(config.schedule, config.cache, executor)
         core.trial = _make_trial(config, choice)

@@ -78,7 +78,8 @@ def choose_drafter(
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
         if asked is not None and asked.model is None and needs_head(asked):
-            asked = _with_own_head(asked, model, target)
+            dummy = options.load_format == "dummy"
+            asked = _with_own_head(asked, model, target, dummy)
         if asked is None:
             return DrafterChoice(None)
         spec = _settle(asked, options, model, target, report, device, packed)
@@ -116,14 +117,14 @@ def _choose_mtp(
     return DrafterChoice(spec, "the model's own head")
 
 
-def _with_own_head(asked: SpecOptions, model: ModelSpec, target: Path) -> SpecOptions:
+def _with_own_head(asked: SpecOptions, model: ModelSpec, target: Path, dummy: bool) -> SpecOptions:
     """The options with the head that comes with the model."""
     if asked.method == "mtp":
         return asked
     folder = shipped_head(target)
     if folder is not None:
         return replace(asked, model=str(folder))
-    if asked.method is None and has_mtp_head(target, model):
+    if asked.method is None and has_mtp_head(target, model, dummy):
         return replace(asked, method="mtp")
     raise ConfigError(
         "speculative_config lacks model, and no head ships with this model: name the draft head, "

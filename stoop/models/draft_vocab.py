@@ -18,14 +18,13 @@ from typing import Any, cast
 
 from stoop.config.errors import CheckpointError, ConfigError, StoopError
 from stoop.config.schema import DraftTokens, HeadSpec, ModelSpec
-from stoop.config.speculation import SpecOptions
+from stoop.config.speculation import DEFAULT_DRAFT_VOCAB, SpecOptions
 from stoop.config.values import is_whole, shown
 
 logger = logging.getLogger(__name__)
 
 FILE = "draft_vocab.json"  # is found in the head's folder
 KIND = "stoop draft vocabulary"
-DEFAULT_SIZE = 32768
 MANY_TOKENS = 65536  # a vocabulary that is worth a hint
 
 
@@ -94,8 +93,14 @@ def choose_tokens(
             f"the target has {vocab_size:,}: make one for this model with stoop draft-vocab"
         )
     known = vocab_size if ranking is None else len(ranking.token_ids)
+    least = -(-max(len(ends), 1) // multiple) * multiple
     if size is None:
-        size = min(DEFAULT_SIZE, known) // multiple * multiple
+        size = min(DEFAULT_DRAFT_VOCAB, known) // multiple * multiple
+        if size < least:
+            raise ConfigError(
+                f"draft_vocab {path} lists {known:,} tokens, fewer than the {least} that this "
+                "engine needs: make a larger list with stoop draft-vocab"
+            )
     elif size > vocab_size:
         raise ConfigError(
             f"draft_vocab_size={size}: the target has {vocab_size:,} tokens, use fewer"
@@ -112,7 +117,6 @@ def choose_tokens(
             f"draft_vocab_size={size}: rows of quantised weights are stored {multiple} at a time, "
             f"use a multiple of {multiple}"
         )
-    least = -(-max(len(ends), 1) // multiple) * multiple
     if size < least:
         raise ConfigError(
             f"draft_vocab_size={size}: the tokens that end a text must be among them, use at least "

@@ -38,10 +38,10 @@ def read_mtp_spec(folder: Path, target: ModelSpec, dummy: bool = False) -> MtpSp
     return spec
 
 
-def has_mtp_head(folder: Path, target: ModelSpec) -> bool:
-    """Whether the model's weights have an MTP head that stoop can draft with."""
+def has_mtp_head(folder: Path, target: ModelSpec, dummy: bool = False) -> bool:
+    """Whether the model has an MTP head that stoop can draft with. dummy: see `read_mtp_spec`"""
     try:
-        read_mtp_spec(folder, target)
+        read_mtp_spec(folder, target, dummy)
     except ConfigError:
         return False
     except CheckpointError as error:

@@ -55,7 +55,7 @@ NORMS = (
 
 
 def _less_one(weight: np.ndarray) -> np.ndarray:
-    """Exact: 1 + w is rounded to float32 in the file, and the difference needs no more digits."""
+    """Exact from 0.5 on. Smaller numbers come back to 3e-8, half of float32's spacing below 1."""
     return weight - 1.0
 
 

@@ -118,7 +118,9 @@ def _read_pieces(path: Path, flag: str, report: Report | None) -> Iterator[str]:
 
 
 def _record_texts(record: Any) -> Iterator[str]:
-    if isinstance(record, dict):
+    if isinstance(record, str):
+        yield record
+    elif isinstance(record, dict):
         for name in FIELDS:
             yield from _field_texts(record.get(name))
 

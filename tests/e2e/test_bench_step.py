@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from stoop.bench.profile import DeviceTimes
-from stoop.bench.shapes import SHAPES, ShapeHead, open_shape
+from stoop.bench.shape_configs import SHAPES, ShapeHead
+from stoop.bench.shapes import open_shape
 from stoop.bench.step import (
     Span,
     StepBytes,
@@ -197,7 +198,7 @@ def test_step_prints_a_row_for_each_batch(context: bool, stoop: Callable) -> Non
     args = ["--batch", "1,2", "--steps", "3", "--repeat", "2", *size, *QUICK]
     record = stoop("bench", "step", "--shape", "tiny", "--k", "2", *args)
     assert (record["bench"], record["k"], record["graph_mode"]) == ("step", 2, "step")
-    assert record["head"] == "eagle3"
+    assert (record["head"], record["draft_vocab_size"]) == ("eagle3", 96)
     assert (record["prompt_len"], record["context"]) == ((None, 50) if context else (20, None))
     assert [row["batch"] for row in record["rows"]] == [1, 2]
     assert record["start_s"] > 0 and record["first_token_s"] > 0
@@ -208,6 +209,23 @@ def test_step_prints_a_row_for_each_batch(context: bool, stoop: Callable) -> Non
         assert row["ratio"] == pytest.approx(row["ms_per_step"] / row["floor_ms"], rel=1e-3)
         assert row["kernels_per_step"] is row["idle_ms"] is None  # on a CPU
         assert row["host_ms"] == pytest.approx(row["ms_per_step"])  # it waits for nobody
+
+
+@pytest.mark.parametrize(
+    ("args", "head", "size"),
+    [
+        (["--k", "2", "--head", "mtp", "--draft-vocab-size", "48"], "mtp", 48),
+        (["--k", "2", "--head", "mtp"], "mtp", 96),
+        (["--k", "0"], None, None),
+    ],
+)
+def test_step_records_what_drafted(
+    args: list[str], head: str | None, size: int | None, stoop: Callable
+) -> None:
+    load = ["--batch", "1", "--prompt-len", "8", "--steps", "2", "--repeat", "1"]
+    eager = ["--graph-mode", "none", *FLAGS]
+    record = stoop("bench", "step", "--shape", "tiny-qwen", *args, *load, *eager)
+    assert (record["head"], record["draft_vocab_size"]) == (head, size)
 
 
 def test_a_path_has_its_own_weights(text_model: Path, stoop: Callable) -> None:
@@ -234,6 +252,9 @@ def test_a_path_has_its_own_weights(text_model: Path, stoop: Callable) -> None:
         (["step", "--shape", "tiny", "--batch", "1,x"], "such as 1,8"),
         (["step", "--shape", "tiny", "--head", "medusa"], "--head medusa: use eagle3 or mtp"),
         (["step", "--shape", "tiny", "--draft-vocab-size", "9"], "use --head mtp"),
+        (["step", "--k", "0", "--head", "eagle3"], "--k 0 makes none: leave them out"),
+        (["step", "--k", "0", "--draft-vocab-size", "9"], "--k 0 makes none: leave them out"),
+        (["profile", "--k", "0", "--head", "mtp"], "--k 0 makes none: leave them out"),
         (
             ["step", "--shape", "tiny", "--head", "mtp", "--device", "cpu"],
             "stoop has no MTP heads for LlamaForCausalLM",

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stoop.bench.shapes import SHAPES
+from stoop.bench import shapes
+from stoop.bench.shape_configs import SHAPES
 from stoop.bench.throughput import (
     LoadReport,
     LoadRow,
@@ -24,7 +25,8 @@ from stoop.core.outputs import SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from support.tiny_shapes import TINY, TINY_QWEN
 
-FLAGS = ["--device", "cpu", "--dtype", "float32", "--max-num-batched-tokens", "64"]
+CPU = ["--device", "cpu", "--max-num-batched-tokens", "64"]
+FLAGS = [*CPU, "--dtype", "float32"]
 SIZES = ["--input-len", "8", "--output-len", "6"]
 Stoop = Callable[..., tuple[int, str, str]]
 
@@ -95,10 +97,23 @@ def test_how_many_requests_a_run_has(load: int, asked: int | None, groups: list[
     assert traffic.groups(load) == groups and traffic.count(load) == sum(groups)
 
 
-def row(load: int, drafts: int | str, *speeds: float, accepted: int = 0) -> LoadRow:
+def test_a_part_of_the_questions_is_spread_over_the_file() -> None:
+    """Files sort by category, and every load should see all of them."""
+    questions = [[number] for number in range(80)]
+    traffic = Traffic((1,), 8, 8, questions=questions)
+    llm: Any = None
+    assert traffic.prompts(llm, 4) == [[0], [20], [40], [60]]
+    assert traffic.prompts(llm, 32) == [[place * 80 // 32] for place in range(32)]
+    assert traffic.prompts(llm, 80) == questions
+    assert traffic.prompts(llm, 82) == [*questions, [0], [1]]
+
+
+def row(
+    load: int, drafts: int | str, *speeds: float, accepted: int = 0, adaptive: bool = False
+) -> LoadRow:
     steps = 10 if drafts else 0
     runs = [LoadRun(2.0, round(2 * speed), SpecCounts(steps, 30, accepted)) for speed in speeds]
-    return LoadRow(load, drafts, 4 * load, runs)
+    return LoadRow(load, drafts, 4 * load, runs, adaptive or drafts == "auto")
 
 
 def test_ratios_are_those_of_the_same_load() -> None:
@@ -109,6 +124,7 @@ def test_ratios_are_those_of_the_same_load() -> None:
         row(8, 3, 300, accepted=12),
         row(1, "auto", 180),
         row(8, "auto", 380),
+        row(8, 7, 500, adaptive=True),  # not the best fixed number: it varies
     ]
     peer = PeerSpeeds("vllm 9.9", {(1, 0): [50, 60, 40], (1, 3): [75]})
     report = LoadReport(Traffic((1, 8), 8, 8), None, rows, peer)  # type: ignore[arg-type]
@@ -118,6 +134,8 @@ def test_ratios_are_those_of_the_same_load() -> None:
     assert [found[key]["of_best_fixed"] for key in ((1, 3), (1, "auto"))] == [1, 1.2]
     assert [found[key]["of_plain"] for key in ((8, 3), (8, "auto"))] == [0.75, 0.95]
     assert found[8, "auto"]["of_best_fixed"] == 0.95  # plain is the best there
+    assert found[8, 7]["of_best_fixed"] == 1.25
+    assert [found[key]["adaptive"] for key in ((1, 3), (1, "auto"), (8, 7))] == [False, True, True]
     assert found[1, 3]["tokens_per_step"] == 2.2 and found[1, 0]["tokens_per_step"] is None
     assert (found[1, 0]["peer_tokens_per_s"], found[1, 0]["of_peer"]) == (50, 2)
     assert found[8, 0]["of_peer"] is found[1, "auto"]["of_peer"] is None
@@ -130,8 +148,8 @@ def test_an_engine_has_room_for_the_load_and_no_more() -> None:
     found = {"max_model_len": 33, "max_num_seqs": 4, "num_kv_blocks": 13}
     assert shaped_sizes(traffic, 3, engine) == found
     assert shaped_sizes(traffic, "auto", engine)["max_model_len"] == 46
-    given = {**engine, "max_model_len": 99, "max_num_seqs": 2, "kv_cache_memory": "1GiB"}
-    assert shaped_sizes(traffic, 3, given) == {"max_model_len": 99, "max_num_seqs": 2}
+    given = {**engine, "max_model_len": 99, "max_num_seqs": 6, "kv_cache_memory": "1GiB"}
+    assert shaped_sizes(traffic, 3, given) == {"max_model_len": 99, "max_num_seqs": 6}
 
 
 # ---- the command ----
@@ -142,7 +160,8 @@ def test_a_shape_by_load_and_k(stoop: Stoop) -> None:
     record = record_of(stoop("bench", "throughput", "--shape", "tiny", *args))
     assert (record["bench"], record["shape"], record["model"]) == ("throughput", "tiny", None)
     assert (record["input_len"], record["output_len"], record["repeat"]) == (8, 6, 2)
-    assert record["peer"] is None
+    assert record["peer"] is record["speculative_config"] is None
+    assert (record["head"], record["draft_vocab_size"]) == ("eagle3", 96)
     rows = record["rows"]
     assert [(each["load"], each["k"]) for each in rows] == [(1, 0), (1, 2), (3, 0), (3, 2)]
     assert [each["num_requests"] for each in rows] == [4, 4, 12, 12]
@@ -157,12 +176,42 @@ def test_a_shape_by_load_and_k(stoop: Stoop) -> None:
 
 def test_a_shape_with_its_own_head(stoop: Stoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny-qwen", TINY_QWEN)
-    args = ["--head", "mtp", "--draft-vocab-size", "48", "--k", "2", "--load", "2"]
+    args = ["--head", "mtp", "--draft-vocab-size", "48", "--load", "2"]
     sizes = [*SIZES, "--repeat", "1", *FLAGS]
-    record = record_of(stoop("bench", "throughput", "--shape", "tiny-qwen", *args, *sizes))
+    shape = ["bench", "throughput", "--shape", "tiny-qwen"]
+    record = record_of(stoop(*shape, *args, "--k", "2", *sizes))
+    assert (record["head"], record["draft_vocab_size"]) == ("mtp", 48)
     (row,) = record["rows"]
     assert (row["k"], row["tokens_per_step"], row["of_plain"]) == (2, 1, None)
     assert row["of_best_fixed"] == 1
+    record = record_of(stoop(*shape, *args, *sizes))
+    assert (record["head"], record["draft_vocab_size"]) == ("mtp", 48)
+    assert [each["k"] for each in record["rows"]] == [0, 3]
+
+
+def test_a_shape_alone_is_measured_without_drafts(stoop: Stoop) -> None:
+    args = ["--load", "2", "--repeat", "1", *SIZES, *FLAGS]
+    record = record_of(stoop("bench", "throughput", "--shape", "tiny", *args))
+    assert [each["k"] for each in record["rows"]] == [0]
+    assert record["head"] is record["draft_vocab_size"] is None
+
+
+def test_the_engines_of_a_path_share_one_random_head(
+    stoop: Stoop, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    write = shapes._write_random_weights
+
+    def spy(folder: Path, target: Path) -> None:
+        written.append(folder)
+        write(folder, target)
+
+    monkeypatch.setattr(shapes, "_write_random_weights", spy)
+    args = ["--k", "0,1,2", "--load", "1", "--num-prompts", "1", "--repeat", "1", *SIZES, *FLAGS]
+    record = record_of(stoop("bench", "throughput", "--shape", str(text_model), *args))
+    found = [(each["k"], each["tokens_per_step"]) for each in record["rows"]]
+    assert found == [(0, None), (1, 1), (2, 1)]
+    assert len(written) == 1 and not written[0].exists()
 
 
 def test_a_model_on_questions(stoop: Stoop, text_model: Path, tmp_path: Path) -> None:
@@ -173,7 +222,9 @@ def test_a_model_on_questions(stoop: Stoop, text_model: Path, tmp_path: Path) ->
     sizes = ["--output-len", "8", "--repeat", "1", "--max-model-len", "64"]
     record = record_of(stoop("bench", "throughput", str(text_model), *args, *sizes, *FLAGS))
     assert (record["model"], record["questions"]) == (str(text_model), str(file))
-    assert record["input_len"] is None
+    assert record["input_len"] is record["draft_vocab_size"] is None
+    used = {"method": "ngram", "rejection_sample_method": "standard"}
+    assert record["head"] == "ngram" and record["speculative_config"] == used
     rows = record["rows"]
     assert [(each["load"], each["k"], each["num_requests"]) for each in rows] == [
         (2, 0, 3),
@@ -184,27 +235,100 @@ def test_a_model_on_questions(stoop: Stoop, text_model: Path, tmp_path: Path) ->
     )
 
 
-def test_auto_goes_to_the_engine_as_it_is(stoop: Stoop, monkeypatch: pytest.MonkeyPatch) -> None:
+Started = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def started(stoop: Stoop, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Runs the command up to the first engine; the options of that engine."""
     seen: list[dict[str, Any]] = []
 
     def start(model: str, options: dict[str, Any]) -> None:
         seen.append(options)
         raise ConfigError("seen enough")
 
+    def run(*args: str) -> dict[str, Any]:
+        code, _, told = stoop("bench", "throughput", *args)
+        assert code == 2 and "seen enough" in told, told
+        return seen.pop()
+
     monkeypatch.setattr(sys.modules["stoop.cli.bench.throughput"], "start_llm", start)
-    args = ["--k", "auto,3", "--load", "4", *SIZES, *FLAGS]
-    code, _, told = stoop("bench", "throughput", "--shape", "tiny", *args)
-    assert code == 2 and "seen enough" in told
-    assert seen[0]["speculative_config"]["num_speculative_tokens"] == "auto"
-    assert seen[0]["max_num_seqs"] == 4 and seen[0]["enable_prefix_caching"] is False
+    return run
+
+
+def test_auto_goes_to_the_engine_as_it_is(started: Started) -> None:
+    args = ["--k", "auto,3", "--load", "4", "--graph-mode", "step", *SIZES, *FLAGS]
+    options = started("--shape", "tiny", *args, "--no-enable-prefix-caching")
+    assert options["speculative_config"]["num_speculative_tokens"] == "auto"
+    assert options["max_num_seqs"] == 4 and options["enable_prefix_caching"] is False
+
+
+def test_a_number_from_the_drafter_adapts_if_the_drafter_says_so(
+    stoop: Stoop, text_model: Path
+) -> None:
+    """A number alone is made in every step."""
+    drafter = {"method": "ngram", "num_speculative_tokens": 2}
+    args = ["--load", "1", "--num-prompts", "1", "--repeat", "1", *SIZES, *FLAGS]
+    graphs = ["--graph-mode", "step", "--capture-sizes", "1,8", "--max-model-len", "64"]
+    for adaptive, shown in (({"adaptive": True}, "up to 2"), ({}, "2")):
+        asked = ["-sc", json.dumps(drafter | adaptive)]
+        result = stoop("bench", "throughput", str(text_model), *asked, *args, *graphs)
+        rows = record_of(result)["rows"]
+        found = [(each["k"], each["adaptive"]) for each in rows]
+        assert found == [(0, False), (2, bool(adaptive))]
+        cells = [line.split("│")[2].strip() for line in result[1].splitlines() if "x │" in line]
+        assert cells == ["plain", shown]
+
+
+# ---- before anything is measured ----
+
+NGRAM = '{"method": "ngram"}'
+
+
+@pytest.mark.parametrize(
+    ("args", "pattern"),
+    [
+        (["--shape", "tiny", "--k", "0,auto"], "needs graphs of decode batches"),
+        (["TEXT_MODEL", "--k", "0,auto", "-sc", NGRAM], "needs graphs of decode batches"),
+        (["--shape", "tiny", "--k", "0,3", "--head", "mtp"], "no MTP heads for LlamaForCausalLM"),
+        (
+            ["--shape", "tiny-qwen", "--head", "mtp", "--k", "0,3", "--draft-vocab-size", "97"],
+            "draft_vocab_size=97: the target has 96 tokens",
+        ),
+        (["--shape", "tiny", "--k", "0,3", "--load", "32"], "max_num_seqs=32 times 4 tokens"),
+        (["TEXT_MODEL", "--k", "0,3", "-sc", NGRAM, "--load", "32"], "max_num_seqs=32 times 4"),
+        (["--shape", "tiny", "--k", "0,auto", "--peer", "vllm"], "needs graphs of decode batches"),
+    ],
+)
+def test_no_engine_is_measured_if_a_later_one_is_refused(
+    args: list[str],
+    pattern: str,
+    stoop: Stoop,
+    text_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measure(*_: Any) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setitem(SHAPES, "tiny-qwen", TINY_QWEN)
+    monkeypatch.setattr(sys.modules["stoop.cli.bench.throughput"], "start_llm", measure)
+    monkeypatch.setattr("stoop.worker.runner.load_model", measure)
+    monkeypatch.setattr("stoop.bench.peer.vllm_problem", lambda python: None)
+    monkeypatch.setattr("stoop.bench.peer.measure_vllm_loads", measure)
+    given = [str(text_model) if each == "TEXT_MODEL" else each for each in args]
+    code, _, told = stoop("bench", "throughput", *given, *SIZES, *CPU)
+    assert code == 2 and pattern in told
 
 
 def test_a_peer_that_is_not_installed_is_left_out(
     stoop: Stoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    args = ["--peer", "vllm", "--python", sys.executable, "--load", "1", "--repeat", "1"]
-    code, shown, told = stoop("bench", "throughput", "--shape", "tiny", *args, *SIZES, *FLAGS)
+    args = ["--shape", "tiny", "--peer", "vllm", "--load", "1", "--repeat", "1", *SIZES, *CPU]
+    for given in ("nowhere/python", sys.executable):  # but not where one is named
+        code, _, told = stoop("bench", "throughput", *args, "--python", given)
+        assert code == 2 and f"error: --python {given} " in told
+    code, shown, told = stoop("bench", "throughput", *args)
     assert code == 0, told
     assert "note: vllm is not measured" in told and "pip install vllm" in told
     record = json.loads(shown.splitlines()[-1])
@@ -233,12 +357,42 @@ def test_a_peer_that_is_not_installed_is_left_out(
         (["--shape", "tiny", "--head", "medusa"], "--head medusa: use eagle3 or mtp"),
         (["--shape", "tiny", "--head", "mtp", "--peer", "vllm"], "leave out --head"),
         (["--shape", "tiny", "--draft-vocab-size", "64"], "use --head mtp"),
+        (["--shape", "tiny", "--k", "0", "--head", "mtp"], "--k 0 makes none: leave them out"),
+        (["--shape", "tiny", "--k", "0", "--draft-vocab-size", "8"], "--k 0 makes none"),
+        (["--shape", "tiny", "--load", "2,64", "--max-num-seqs", "8"], "--max-num-seqs 8 is less"),
+        (["--shape", "tiny", "--load-format", "auto"], "leave out --load-format"),
+        (["--shape", "tiny", "--skip-tokenizer-init"], "leave out --skip-tokenizer-init"),
+        (
+            ["--shape", "tiny", "--tokenizer", "x", "--revision", "main"],
+            "leave out --tokenizer and --revision",
+        ),
+        (["--shape", "tiny", "--enable-prefix-caching"], "leave out --enable-prefix-caching"),
+        (["--load", "1", "--enable-prefix-caching"], "leave out --enable-prefix-caching"),
+        (
+            ["--k", "3", "-sc", '{"method": "ngram", "adaptive": true}'],
+            "-sc has adaptive=true, but --k 3 decides that",
+        ),
+        (["--k", "auto", "-sc", '{"method": "ngram", "adaptive": false}'], "leave out adaptive"),
+        (["--shape", "tiny", "--k", "auto", "--peer", "vllm"], "needs a fixed K"),
+        (
+            ["--shape", "tiny", "--peer", "vllm", "--dtype", "bfloat16", "--weight-dtype", "auto"],
+            "leave out --dtype and --weight-dtype",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(args: list[str], pattern: str, stoop: Stoop) -> None:
     code, _, told = stoop("bench", "throughput", *args, "--device", "cpu")
     (line,) = [text for text in told.splitlines() if text.startswith("error: ")]
     assert code == 2 and pattern in line
+
+
+def test_a_shape_that_does_not_fit_is_refused(
+    stoop: Stoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoop.worker.memory._meminfo", lambda: {"MemAvailable": 4 << 30})
+    code, _, told = stoop("bench", "throughput", "--shape", "llama-8b", "--device", "cpu")
+    assert code == 2 and "the weights take 15.0 GiB in bfloat16" in told
+    assert "lower --load, --input-len or --output-len" in told
 
 
 def test_prompts_that_do_not_fit_are_refused(stoop: Stoop, text_model: Path) -> None:

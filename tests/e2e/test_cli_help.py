@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from stoop.bench.shape_configs import SHAPES
 from stoop.cli.main import app
 from support.terminal import Terminal
 
@@ -105,3 +106,21 @@ def test_a_required_option_says_so() -> None:
     text = shown("train-draft", width=80)
     assert "Usage: " in text and " TARGET\n" in text
     assert re.search(r"--out PATH .*\n? *.*\[required\]", text)
+
+
+@pytest.mark.parametrize("name", ["step", "profile", "peer"])
+def test_every_shape_is_named(name: str) -> None:
+    words = set(re.findall(r"[^\s,()]+", shown("bench", name, width=250)))
+    assert set(SHAPES) <= words
+
+
+def test_a_table_of_throughput_is_described_as_it_is() -> None:
+    text = " ".join(shown("bench", "throughput", width=250).split())
+    assert "for a table 4 times each load, at most 256 but no fewer than the load" in text
+    assert "without prefix caching" in text and "3 with --head" in text
+
+
+def test_a_head_and_its_vocabulary_are_described_as_they_are() -> None:
+    text = " ".join(shown("bench", "step", width=250).split())
+    assert "EAGLE-3" not in text and "[default: eagle3]" in text
+    assert "[default: 32,768 with that file, else all]" in text

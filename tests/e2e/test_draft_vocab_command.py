@@ -68,9 +68,10 @@ def test_every_layout_is_counted(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "n"}]}]},
         {"tokens": 3, "metrics": {"num_steps": 4}},  # the last line of stoop generate --json
         {"prompt": "o", "completion": "p", "id": "unread"},
+        "q",
     ]
     found = list(read_texts(write(tmp_path / "r.jsonl", *records), "--from"))
-    assert ["".join(parts) for parts in found] == ["ab", "cde", "fgh", "ij", "klm", "n", "op"]
+    assert ["".join(parts) for parts in found] == ["ab", "cde", "fgh", "ij", "klm", "n", "op", "q"]
 
 
 def test_long_files_are_read_in_pieces(text_model: Path, tmp_path: Path) -> None:

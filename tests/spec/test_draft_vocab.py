@@ -15,7 +15,13 @@ from stoop.checkpoint import toy
 from stoop.config.errors import ConfigError, StoopError
 from stoop.config.schema import DraftTokens
 from stoop.models.draft_output import DraftOutput
-from stoop.models.draft_vocab import FILE, TokenRanking, read_ranking, write_ranking
+from stoop.models.draft_vocab import (
+    FILE,
+    TokenRanking,
+    choose_tokens,
+    read_ranking,
+    write_ranking,
+)
 from stoop.models.eagle import EagleHead
 from support.checkpoints import CheckpointStore, copy_with_eos
 from support.drafters import Drafter, DrafterStore, make_spec_llm, run, write_random_head
@@ -248,6 +254,20 @@ def test_a_list_that_does_not_fit_is_refused(start: Callable[..., LLM], tmp_path
     short = listed(tmp_path, [1, 2, 3], 160)
     with pytest.raises(ConfigError, match=r"lists 3 tokens, .* stoop draft-vocab --size 8"):
         start(draft_vocab=short, draft_vocab_size=8)
+    one = listed(tmp_path, [1], 160)  # and two tokens end a text
+    with pytest.raises(ConfigError, match=f"draft_vocab {one} lists 1 tokens, fewer than the 2 "):
+        start(draft_vocab=one)
+
+
+def test_a_list_shorter_than_a_tile_of_packed_rows_is_refused_by_its_length() -> None:
+    """No size was given, so that the sentence must not name one."""
+    ranking, path = TokenRanking(VOCAB, (1, 2, 3), "a test"), Path("list.json")
+    with pytest.raises(ConfigError) as refusal:
+        choose_tokens(TARGET, None, ranking, path, multiple=16)
+    assert str(refusal.value) == (
+        "draft_vocab list.json lists 3 tokens, fewer than the 16 that this engine needs: make a "
+        "larger list with stoop draft-vocab"
+    )
 
 
 def test_a_broken_list_that_was_found_stops_nothing(

@@ -1,6 +1,6 @@
 """Shapes of benchmarks, small enough for a CPU."""
 
-from stoop.bench.shapes import LLAMA, QWEN3_5
+from stoop.bench.shape_configs import LLAMA, QWEN3_5
 
 TINY = LLAMA | {
     "hidden_size": 32,

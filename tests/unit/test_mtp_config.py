@@ -126,9 +126,14 @@ def test_random_weights_go_by_the_config(changed: Callable[..., Path]) -> None:
     llm = make_llm(folder, speculative_config=MTP, **dummy)
     generate_ids(llm, PROMPTS, GREEDY)
     assert llm.metrics()["spec_decode_num_draft_tokens"] > 0
+    number = {"num_speculative_tokens": 2}
+    spec = choose(folder, "cpu", number, load_format="dummy").spec
+    assert (spec.method, spec.num_drafts) == ("mtp", 2)
     edit_json(folder / "config.json", mtp_num_hidden_layers=0)
     with pytest.raises(ConfigError, match="has no MTP layers: name an EAGLE head, or use"):
         make_llm(folder, speculative_config=MTP, **dummy)
+    with pytest.raises(ConfigError, match="no head ships with this model"):
+        choose(folder, "cpu", number, load_format="dummy")
 
 
 # ---- scales of a KV cache in fp8 ----

@@ -2,11 +2,13 @@
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stoop.bench.shape_configs import EAGLE3, ShapeHead
 from stoop.config.errors import ConfigError
 
 OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens per request")]
@@ -20,6 +22,18 @@ def parse_sizes(text: str) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise ConfigError(f"{text!r}: use numbers of at least 1 separated by commas, such as 1,8")
     return sizes
+
+
+def make_head(
+    kind: str | None, draft_vocab_size: int | None, drafts: Sequence[int | str]
+) -> ShapeHead:
+    """Make what drafts for a shape, from --head and --draft-vocab-size. drafts: each K"""
+    if not any(drafts) and (kind is not None or draft_vocab_size is not None):
+        raise ConfigError(
+            "--head and --draft-vocab-size are for drafts, and --k 0 makes none: leave them out, "
+            "or use a K above 0"
+        )
+    return ShapeHead(kind or EAGLE3.kind, draft_vocab_size)
 
 
 def check_file(flag: str, path: Path | None, needs: str | None = None) -> None:

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoop.cli.bench.common import check_file, parse_sizes
+from stoop.bench.shape_configs import EAGLE3, SHAPES
+from stoop.cli.bench.common import check_file, make_head, parse_sizes
 from stoop.cli.options import Command, check_engine, engine_flags, engine_help
 from stoop.cli.start import start_llm
+from stoop.config.speculation import DEFAULT_DRAFT_VOCAB
 
 if TYPE_CHECKING:
     from stoop.bench.step import StepLoad
@@ -16,28 +18,31 @@ if TYPE_CHECKING:
 Shape = Annotated[
     str,
     typer.Option(
-        help="llama-8b, llama-1b or smollm2-135m with random weights, or the path of a model "
-        "folder or GGUF file"
+        help=f"a shape with random weights ({', '.join(SHAPES)}), or the path of a model folder or "
+        "GGUF file"
     ),
 ]
 Drafts = Annotated[
     int,
     typer.Option(
         "--k",
-        help="draft tokens per step, from a random EAGLE-3 head whose drafts are all rejected; 0 "
-        "disables speculation",
+        help="draft tokens per step, all of which are rejected; 0 disables speculation",
     ),
 ]
 Head = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="head that drafts: eagle3 (random), or mtp, the model's own (Qwen3.5 shapes have one)"
+        help="head that drafts: eagle3 (random), or mtp, the model's own (Qwen3.5 shapes have "
+        f"one); default: {EAGLE3.kind}"
     ),
 ]
 DraftVocabSize = Annotated[
     int | None,
     typer.Option(
-        min=0, help="tokens that the mtp head can draft, those with the lowest ids; default: all"
+        min=0,
+        help="how many tokens the mtp head can draft: the first in draft_vocab.json of a model "
+        "folder, without that file those with the lowest ids; 0 means all; default: "
+        f"{DEFAULT_DRAFT_VOCAB:,} with that file, else all",
     ),
 ]
 PromptLen = Annotated[int, typer.Option(min=1, help="prompt tokens per request")]
@@ -74,7 +79,7 @@ def _shape_flags(command: Command) -> Command:
 def step(
     shape: Shape = "llama-8b",
     k: Drafts = 3,
-    head: Head = "eagle3",
+    head: Head = None,
     draft_vocab_size: DraftVocabSize = None,
     batch: Annotated[
         str, typer.Option(help="concurrent requests; one or more sizes, such as 1,8")
@@ -98,12 +103,11 @@ def step(
     copies and fills), busy (the time in which at least one runs) and idle (the rest of the step).
     """
     sizes, engine = parse_sizes(batch), {**engine, "graph_mode": graph_mode}
+    drafter = make_head(head, draft_vocab_size, [k])
     check_engine(shape, {**engine, "max_num_seqs": 1})
     from stoop.bench.report import print_steps
-    from stoop.bench.shapes import ShapeHead
     from stoop.bench.step import measure_steps
 
-    drafter = ShapeHead(head, draft_vocab_size)
     loads = [_step_load(size, prompt_len, context, steps) for size in sizes]
     print_steps(measure_steps(shape, k, loads, repeat, engine, start_llm, drafter))
 
@@ -112,7 +116,7 @@ def step(
 def profile(
     shape: Shape = "llama-8b",
     k: Drafts = 3,
-    head: Head = "eagle3",
+    head: Head = None,
     draft_vocab_size: DraftVocabSize = None,
     batch: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     prompt_len: PromptLen = 512,
@@ -124,21 +128,20 @@ def profile(
     """Profile a decode step by kernel and write a Chrome trace."""
     check_file("--out", Path(out))
     engine = {**engine, "graph_mode": graph_mode}
+    drafter = make_head(head, draft_vocab_size, [k])
     check_engine(shape, {**engine, "max_num_seqs": 1})
     from stoop.bench.profile import kernel_rows
     from stoop.bench.report import print_profile
-    from stoop.bench.shapes import ShapeHead
     from stoop.bench.step import record_steps, start_shaped
 
     load = _step_load(batch, prompt_len, context, steps=1)
-    drafter = ShapeHead(head, draft_vocab_size)
     llm = start_shaped(shape, k, [load], engine, start_llm, drafter)
     trace, span = record_steps(llm, load, Path(out))
     print_profile(shape, llm.config, load, kernel_rows(trace, span.steps), out)
 
 
 def peer(
-    shape: Annotated[str, typer.Option(help="llama-8b, llama-1b or smollm2-135m")] = "llama-8b",
+    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "llama-8b",
     k: Drafts = 3,
     batch: Annotated[
         str, typer.Option(help="concurrent requests; one or more sizes, such as 1,8")

@@ -1,34 +1,44 @@
 """`stoop bench throughput`: tokens per second, of one load or of several with several K."""
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoop.cli.bench.common import OutputLen, parse_sizes, say
+from stoop.bench.shape_configs import EAGLE3, SHAPES, ShapeHead
+from stoop.cli.bench.common import OutputLen, make_head, parse_sizes, say
 from stoop.cli.bench.questions import Raw, find_drafter, load_tokenizer
 from stoop.cli.bench.steps import DraftVocabSize
-from stoop.cli.options import Model, check_engine, engine_flags
-from stoop.cli.start import start_llm
+from stoop.cli.options import Model, check_engine, engine_flags, flag_name, given_options
+from stoop.cli.start import settle_engine, start_llm
 from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.config.schema import DEFAULT_MODEL
-from stoop.config.speculation import MAX_DRAFTS, asks_for_auto
+from stoop.config.speculation import AUTO, MAX_DRAFTS, asks_for_auto
 
 if TYPE_CHECKING:
-    from stoop.bench.shapes import ShapeHead
-    from stoop.bench.throughput import Drafts, LoadReport, PeerSpeeds, StartWith, Traffic
+    from stoop.bench.throughput import Drafts, PeerSpeeds, StartWith, Traffic
     from stoop.llm import LLM
 
+    # What to start for each K: a model and all options.
+    Engines = dict[Drafts, tuple[str, dict[str, Any]]]
+
 NUM_PROMPTS, INPUT_LEN, LOADS, REPEAT = 16, 64, "1,8", 3
+SHAPE_DRAFTS = 3  # where a head is chosen and no K
+
+# The shape determines these options; it has no tokenizer.
+_SET_BY_SHAPE = ("tokenizer", "revision", "skip_tokenizer_init", "load_format")
+_DTYPES = ("dtype", "weight_dtype", "kv_cache_dtype")
 
 NumPrompts = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help=f"number of requests; default: {NUM_PROMPTS}, or with several loads 4 times each load "
-        "but at most 256",
+        help=f"number of requests; default: {NUM_PROMPTS}, or for a table 4 times each load, at "
+        "most 256 but no fewer than the load",
     ),
 ]
 InputLen = Annotated[
@@ -43,7 +53,8 @@ DraftCounts = Annotated[
     typer.Option(
         "--k",
         help="draft tokens per step, one or more such as 0,3; 0 is plain decoding, auto lets the "
-        "engine choose; with --shape, no draft is ever accepted; default: 0 and that of -sc",
+        "engine choose; with --shape, no draft is ever accepted; default: 0 and that of -sc, or "
+        f"{SHAPE_DRAFTS} with --head",
     ),
 ]
 Loads = Annotated[
@@ -67,7 +78,9 @@ Head = Annotated[
 ]
 Peer = Annotated[
     str | None,
-    typer.Option(help="vllm: also measure vLLM, on the same shape, as many requests at once"),
+    typer.Option(
+        help="vllm: also measure vLLM, on the same shape and in its dtype, as many requests at once"
+    ),
 ]
 Python = Annotated[
     str | None,
@@ -77,6 +90,7 @@ Python = Annotated[
 
 @engine_flags
 def throughput(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     num_prompts: NumPrompts = None,
     input_len: InputLen = None,
@@ -97,74 +111,76 @@ def throughput(
 
     With --load, --k, --shape or --questions: a table of tokens/s by requests at once and drafts per
     step, with the ratio to plain decoding and to the best fixed number of drafts. Each K gets its
-    own engine; engines run one after another.
+    own engine; engines run one after another, without prefix caching.
     """
     given = (shape, k, load, questions, repeat, head, draft_vocab_size, peer, python, raw or None)
     check_engine(model, engine)
+    lengths, repeat = (input_len or INPUT_LEN, output_len), repeat or REPEAT
     if all(option is None for option in given):
-        from stoop.bench.offline import Load, measure_throughput
-        from stoop.bench.report import print_throughput
-
-        llm = start_llm(model, engine)
-        one = Load(num_prompts or NUM_PROMPTS, input_len or INPUT_LEN, output_len)
-        print_throughput(measure_throughput(llm, one))
+        _measure_once(model, num_prompts or NUM_PROMPTS, lengths, engine)
         return
-    _check_together(model, shape, questions, raw, input_len, engine)
-    random_head = _parse_head(head, draft_vocab_size, shape)
-    _check_peer(peer, python, shape, random_head)
-    asked = _read_questions(model, questions, raw, engine) if questions else []
-    lengths = (input_len or INPUT_LEN, output_len)
-    traffic = _make_traffic(load or LOADS, lengths, num_prompts, asked, questions)
-    repeat = repeat or REPEAT
+    wants_head = head is not None or draft_vocab_size is not None
+    _check_together(model, shape, questions, raw, input_len, wants_head, engine)
+    _check_named(given_options(context), shape, peer, engine)
+    _check_peer(peer, python, shape)
     drafter = None if shape else find_drafter(engine, model)
-    drafts = _parse_drafts(k, shape, drafter)
-    peers = _measure_peer(peer, shape, traffic, drafts, repeat, python)
+    drafts = _choose_drafts(k, shape, drafter, wants_head)
+    shape_head = make_head(head, draft_vocab_size, drafts)
+    _check_peer_drafts(peer, shape_head, drafts)
+    asked = _read_questions(model, questions, raw, engine) if questions else []
+    limits = {"--num-prompts": num_prompts, "--max-num-seqs": engine["max_num_seqs"]}
+    traffic = _make_traffic(load or LOADS, lengths, limits, asked, questions)
+    opened: AbstractContextManager[Engines]
     if shape:
-        start = _shape_starter(shape, traffic, random_head, engine)
+        opened = _open_shape(shape, traffic, drafts, shape_head, engine)
     else:
-        start = _model_starter(model, max(traffic.loads), drafter, engine)
-    setting = {"shape": shape, "model": None if shape else model, "repeat": repeat}
-    _measure(start, traffic, drafts, peers, {**setting, "questions": traffic.file or None})
+        opened = nullcontext(_model_engines(model, max(traffic.loads), drafts, drafter, engine))
+    from stoop.bench.throughput import measure_loads
+    from stoop.bench.throughput_report import print_loads
+
+    with opened as engines:
+        for each in engines.values():  # before the first is measured
+            traffic.check_room(settle_engine(*each))
+        peers = _measure_peer(peer, shape, traffic, drafts, repeat, python)
+        report = measure_loads(_starter(shape, engines), traffic, drafts, repeat, say)
+    if drafter:
+        drafter.pop("num_speculative_tokens", None)  # rows have their K
+    names = {"shape": shape, "model": None if shape else model, "questions": traffic.file or None}
+    setting = {**names, "speculative_config": drafter, "repeat": repeat}
+    print_loads(replace(report, peer=peers), shape or model, setting)
+
+
+def _measure_once(
+    model: str, num_prompts: int, lengths: tuple[int, int], engine: dict[str, Any]
+) -> None:
+    from stoop.bench.offline import Load, measure_throughput
+    from stoop.bench.report import print_throughput
+
+    llm = start_llm(model, engine)
+    print_throughput(measure_throughput(llm, Load(num_prompts, *lengths)))
 
 
 def _make_traffic(
     load: str,
     lengths: tuple[int, int],
-    num_prompts: int | None,
+    limits: dict[str, int | None],
     asked: list[list[int]],
     questions: Path | None,
 ) -> "Traffic":
-    """lengths: of prompts and answers; asked: the questions' token ids"""
+    """lengths: of prompts and answers; limits: numbers of requests, by flag; asked: the questions'
+    token ids"""
     from stoop.bench.throughput import Traffic
 
     loads = tuple(dict.fromkeys(parse_sizes(load)))
-    if num_prompts is not None and num_prompts < max(loads):
-        raise ConfigError(
-            f"--num-prompts {num_prompts} is less than --load {max(loads)}: use at least as many"
-        )
-    return Traffic(loads, *lengths, num_prompts, asked, str(questions or ""))
+    for flag, limit in limits.items():
+        if limit is not None and limit < max(loads):
+            raise ConfigError(
+                f"{flag} {limit} is less than --load {max(loads)}: use at least as many"
+            )
+    return Traffic(loads, *lengths, limits["--num-prompts"], asked, str(questions or ""))
 
 
-def _parse_head(kind: str | None, draft_vocab_size: int | None, shape: str | None) -> "ShapeHead":
-    from stoop.bench.shapes import EAGLE3, ShapeHead
-
-    if shape is None and (kind is not None or draft_vocab_size is not None):
-        raise ConfigError("--head and --draft-vocab-size are for --shape: set a drafter with -sc")
-    return ShapeHead(kind or EAGLE3.kind, draft_vocab_size)
-
-
-def _measure(
-    start: "StartWith",
-    traffic: "Traffic",
-    drafts: "list[Drafts]",
-    peers: "PeerSpeeds | None",
-    setting: dict[str, Any],
-) -> None:
-    from stoop.bench.throughput import measure_loads
-    from stoop.bench.throughput_report import print_loads
-
-    report: LoadReport = measure_loads(start, traffic, drafts, setting["repeat"], say)
-    print_loads(replace(report, peer=peers), setting["shape"] or setting["model"], setting)
+# ---- checks ----
 
 
 def _check_together(
@@ -173,6 +189,7 @@ def _check_together(
     questions: Path | None,
     raw: bool,
     input_len: int | None,
+    wants_head: bool,
     engine: dict[str, Any],
 ) -> None:
     """Refuse options that exclude each other."""
@@ -184,35 +201,74 @@ def _check_together(
         raise ConfigError("--questions sets the prompts: leave out --input-len")
     if raw and not questions:
         raise ConfigError("--raw is for --questions: add a file")
+    if wants_head and not shape:
+        raise ConfigError("--head and --draft-vocab-size are for --shape: set a drafter with -sc")
 
 
-def _check_peer(peer: str | None, python: str | None, shape: str | None, head: "ShapeHead") -> None:
+def _check_named(
+    named: set[str], shape: str | None, peer: str | None, engine: dict[str, Any]
+) -> None:
+    """Refuse engine options that a table does not leave to the user. named: those given"""
+    if "enable_prefix_caching" in named and engine["enable_prefix_caching"]:
+        raise ConfigError(
+            "a table is measured without prefix caching, since runs repeat questions: leave out "
+            "--enable-prefix-caching"
+        )
+    for chosen, names, why in (
+        (shape, _SET_BY_SHAPE, "--shape sets the weights and has no tokenizer"),
+        (peer, _DTYPES, f"--peer {peer} computes in the shape's own dtype, and so must stoop"),
+    ):
+        found = [flag_name(name) for name in names if name in named]
+        if chosen and found:
+            raise ConfigError(f"{why}: leave out {' and '.join(found)}")
+
+
+def _check_peer(peer: str | None, python: str | None, shape: str | None) -> None:
     if peer not in (None, "vllm"):
         raise ConfigError(f"--peer {peer}: use vllm, the only choice")
     if python and not peer:
         raise ConfigError("--python is for --peer vllm: add it")
-    if peer:
-        from stoop.bench.shapes import EAGLE3, SHAPES
-
-        if head != EAGLE3:
-            raise ConfigError(f"--peer {peer} drafts with the head of eagle3: leave out --head")
-        if shape not in SHAPES:
-            raise ConfigError(
-                f"--peer {peer} measures random weights: add --shape with one of "
-                f"{', '.join(SHAPES)}"
-            )
+    if peer and shape not in SHAPES:
+        raise ConfigError(
+            f"--peer {peer} measures random weights: add --shape with one of {', '.join(SHAPES)}"
+        )
 
 
-def _parse_drafts(
-    text: str | None, shape: str | None, drafter: dict[str, Any] | None
+def _check_peer_drafts(peer: str | None, head: ShapeHead, drafts: "Sequence[Drafts]") -> None:
+    if peer and head != EAGLE3:
+        raise ConfigError(f"--peer {peer} drafts with the head of eagle3: leave out --head")
+    if peer and not any(isinstance(each, int) for each in drafts):
+        raise ConfigError(f"--peer {peer} needs a fixed K: add one, such as --k 0,auto")
+
+
+# ---- drafts and questions ----
+
+
+def _choose_drafts(
+    k: str | None, shape: str | None, drafter: dict[str, Any] | None, wants_head: bool
 ) -> "list[Drafts]":
-    from stoop.bench.throughput import AUTO
-
-    proposed = (drafter or {}).get("num_speculative_tokens")
-    if text is None:
-        if drafter is not None and proposed is None:
+    """wants_head: one was chosen for the shape"""
+    if k is None:
+        if wants_head:
+            return [0, SHAPE_DRAFTS]
+        if drafter is None:
+            return [0]
+        if "num_speculative_tokens" not in drafter:
             raise ConfigError("-sc lacks num_speculative_tokens: add it, or give --k 0,3")
-        return [0] if proposed is None else [0, proposed]
+        return [0, drafter["num_speculative_tokens"]]
+    found = _parse_drafts(k)
+    if any(found) and shape is None and drafter is None:
+        raise ConfigError(f"--k {k} needs a drafter, and this model has none: give one with -sc")
+    adaptive = (drafter or {}).get("adaptive")
+    if adaptive is not None and any(isinstance(each, str) != adaptive for each in found if each):
+        raise ConfigError(
+            f"-sc has adaptive={str(adaptive).lower()}, but --k {k} decides that (a number is made "
+            "in every step, auto varies): leave out adaptive"
+        )
+    return found
+
+
+def _parse_drafts(text: str) -> "list[Drafts]":
     found: list[Drafts] = []
     for part in text.split(","):
         word = part.strip()
@@ -221,8 +277,6 @@ def _parse_drafts(
                 f"--k {text}: use numbers from 0 to {MAX_DRAFTS} or auto, separated by commas"
             )
         found.append(word if word == AUTO else int(word))
-    if any(found) and shape is None and drafter is None:
-        raise ConfigError(f"--k {text} needs a drafter, and this model has none: give one with -sc")
     return list(dict.fromkeys(found))
 
 
@@ -234,58 +288,87 @@ def _read_questions(model: str, path: Path, raw: bool, engine: dict[str, Any]) -
     return prompts
 
 
+# ---- engines ----
+
+
 def _measure_peer(
     peer: str | None,
     shape: str | None,
     traffic: "Traffic",
-    drafts: "list[Drafts]",
+    drafts: "Sequence[Drafts]",
     repeat: int,
     python: str | None,
 ) -> "PeerSpeeds | None":
-    """Before our own engines take memory. A peer that is not installed is left out."""
+    """Before our own engines take memory. Without --python, a missing peer is left out."""
     if peer is None or shape is None:
         return None
     from stoop.bench.peer import measure_vllm_loads, vllm_problem
 
-    python = python or sys.executable
-    problem = vllm_problem(python)
+    problem = vllm_problem(python or sys.executable)
+    if problem is not None and python:
+        raise ConfigError(problem)
     if problem is not None:
         say(f"note: vllm is not measured: {problem}")
         return None
     fixed = [each for each in drafts if isinstance(each, int)]
-    return measure_vllm_loads(shape, traffic, fixed, repeat, python)
+    return measure_vllm_loads(shape, traffic, fixed, repeat, python or sys.executable)
 
 
-def _shape_starter(
-    shape: str, traffic: "Traffic", head: "ShapeHead", engine: dict[str, Any]
-) -> "StartWith":
+@contextmanager
+def _open_shape(
+    shape: str,
+    traffic: "Traffic",
+    drafts: "Sequence[Drafts]",
+    head: ShapeHead,
+    engine: dict[str, Any],
+) -> "Iterator[Engines]":
+    """Engines that share a folder and a head, whose files exist until the block ends."""
+    from stoop.bench.shapes import never_accepted, open_shape
+    from stoop.bench.throughput import shaped_sizes
+
+    sizes = {each: shaped_sizes(traffic, each, engine) for each in drafts}
+    longest = max(each["max_model_len"] for each in sizes.values())
+    some = next((each for each in drafts if each), 0)
+    with open_shape(shape, some, longest, head) as (folder, options):
+        drafter = options.get("speculative_config", {})
+        engines: Engines = {}
+        for each in drafts:
+            chosen = {**drafter, **never_accepted(each)} if each else None
+            fixed = {"speculative_config": chosen, "enable_prefix_caching": False}
+            engines[each] = (folder, {**engine, **options, **fixed, **sizes[each]})
+        yield engines
+
+
+def _model_engines(
+    model: str,
+    load: int,
+    drafts: "Sequence[Drafts]",
+    drafter: dict[str, Any] | None,
+    engine: dict[str, Any],
+) -> "Engines":
+    # Runs repeat questions, and every one is computed.
+    plain = {**engine, "enable_prefix_caching": False}
+    plain["max_num_seqs"] = engine["max_num_seqs"] or load
+    engines: Engines = {}
+    for each in drafts:
+        given = drafter or {}
+        adaptive = isinstance(each, str) or given.get("adaptive", False)
+        number = {"num_speculative_tokens": each, "adaptive": adaptive}
+        chosen = {**given, **number} if each else None
+        engines[each] = (model, {**plain, "speculative_config": chosen})
+    return engines
+
+
+def _starter(shape: str | None, engines: "Engines") -> "StartWith":
     def start(drafts: "Drafts") -> "LLM":
-        from stoop.bench.shapes import open_shape
-        from stoop.bench.throughput import shaped_sizes
-
-        sizes = shaped_sizes(traffic, drafts, engine)
-        plain = {"speculative_config": None, "enable_prefix_caching": False}
-        with open_shape(shape, drafts, sizes["max_model_len"], head) as (folder, options):
-            try:
-                return start_llm(folder, {**engine, **plain, **options, **sizes})
-            except MemoryShortage as error:
-                raise ConfigError(
-                    f"--shape {shape}: {error.problem}; choose a smaller shape, or lower --load, "
-                    "--input-len or --output-len"
-                ) from None
-
-    return start
-
-
-def _model_starter(
-    model: str, load: int, drafter: dict[str, Any] | None, engine: dict[str, Any]
-) -> "StartWith":
-    def start(drafts: "Drafts") -> "LLM":
-        number = {"num_speculative_tokens": drafts, "adaptive": isinstance(drafts, str)}
-        chosen = {**(drafter or {}), **number} if drafts else None
-        # Runs repeat questions, and every one is computed.
-        settings = {"speculative_config": chosen, "enable_prefix_caching": False}
-        size = {"max_num_seqs": engine["max_num_seqs"] or load}
-        return start_llm(model, {**engine, **settings, **size})
+        try:
+            return start_llm(*engines[drafts])
+        except MemoryShortage as error:
+            if shape is None:
+                raise
+            raise ConfigError(
+                f"--shape {shape}: {error.problem}; choose a smaller shape, or lower --load, "
+                "--input-len or --output-len"
+            ) from None
 
     return start
