@@ -223,10 +223,10 @@ using Bytes = Words;
 template <class P, class In, int T, int NT, int N = 0>
 inline __attribute__((always_inline)) void add_codes(const Pairs* words, const typename In::Code* const* x, int k,
                                                      Sums (*acc)[T]) {
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
     for (int tile = 0; tile < NT; tile++) {
         Pairs weights = In::template few_bits<P, N>(words[tile]);
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
         for (int t = 0; t < T; t++)
             acc[tile][t] = In::template add<NT == 1>(acc[tile][t], weights, x[t] + k + In::at_once * N);
     }
@@ -242,14 +242,14 @@ inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t fi
     const uint8_t* data = m.data + int64_t(tile) * m.tile_bytes;
     const int64_t num_sums = tokens.num_sums(), num_scales = tokens.num_scales();
     const Code* x[T];  // one pointer a token: compilers then need no arithmetic for addresses
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
     for (int t = 0; t < T; t++) x[t] = static_cast<const Code*>(tokens.codes) + (first + t) * tokens.width;
     const float* sums = tokens.sums + tokens.sums_of<P::group>(first);
     const int32_t* code_sums = tokens.code_sums + tokens.sums_of<P::group>(first);
     const float* scales = tokens.scales + first * num_scales;
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
     for (int i = 0; i < NT; i++)
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
         for (int t = 0; t < T; t++) out[i][t] = zero();
     const int num_groups = m.num_inputs / P::group;
     const int64_t soon_step = soon ? FETCHED : 0;
@@ -266,41 +266,41 @@ inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t fi
             soon += soon_step;
         }
         Sums acc[NT][T];
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
         for (int i = 0; i < NT; i++)
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
             for (int t = 0; t < T; t++) acc[i][t] = In::template start<P>(code_sums + t * num_sums + g);
         if constexpr (P::bits == 4) {
-#pragma GCC unroll 4
+STOOP_UNROLL(4)
             for (int eight = 0; eight < P::group / 8; eight++) {
                 Pairs words[NT];
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
                 for (int i = 0; i < NT; i++) words[i] = load_words(data + int64_t(i) * m.tile_bytes + 64 * eight);
                 add_codes<P, In, T, NT>(words, x, 8 * eight, acc);
             }
         } else {
-#pragma GCC unroll 16
+STOOP_UNROLL(16)
             for (int k = 0; k < P::group; k += In::at_once)
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
                 for (int i = 0; i < NT; i++) {
                     Pairs weights = In::eight_bits(data + int64_t(i) * m.tile_bytes + LANES * k);
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
                     for (int t = 0; t < T; t++) acc[i][t] = In::template add<NT == 1>(acc[i][t], weights, x[t] + k);
                 }
         }
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
         for (int t = 0; t < T; t++) x[t] += P::group;
         const int place = g * P::group / INPUT_GROUP;
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
         for (int i = 0; i < NT; i++) {
             const uint8_t* numbers = data + int64_t(i) * m.tile_bytes + P::code_bytes;
             Vec scale = load_scales<P>(numbers);
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
             for (int t = 0; t < T; t++)
                 out[i][t] = fma(to_float(acc[i][t]), scale * all(scales[t * num_scales + place]), out[i][t]);
             if constexpr (P::min) {
                 Vec low = load_scales<P>(numbers + LANES * P::scale_bytes);
-#pragma GCC unroll 8
+STOOP_UNROLL(8)
                 for (int t = 0; t < T; t++) out[i][t] = fma(low, all(sums[t * num_sums + g]), out[i][t]);
             }
         }
@@ -308,7 +308,7 @@ inline void multiply(const Matrix& m, int tile, const Tokens& tokens, int64_t fi
 }
 
 // One token needs several tiles to keep the multipliers busy. Measured on an AMD EPYC (Zen 4).
-constexpr int tiles_at_once(int tokens) { return tokens == 1 ? 6 : tokens == 2 ? 4 : 1; }
+constexpr int tiles_at_once(int tokens) { return STOOP_GENERIC ? 1 : tokens == 1 ? 6 : tokens == 2 ? 4 : 1; }
 
 // Calls finish(tile, token, values) for tiles [begin, end) and T tokens.
 template <class P, class In, int T, class Finish>
@@ -334,6 +334,10 @@ inline void run_tiles(const Matrix& m, int begin, int end, const Tokens& tokens,
 template <class P, class In, class Finish>
 inline int run_pass(const Matrix& m, int begin, int end, const Tokens& tokens, int64_t first, int64_t count,
                     Upcoming& upcoming, Finish& finish) {
+#if STOOP_GENERIC
+    if (count >= 4) return run_tiles<P, In, 4>(m, begin, end, tokens, first, upcoming, finish), 4;
+    return run_tiles<P, In, 1>(m, begin, end, tokens, first, upcoming, finish), 1;
+#endif
 #if STOOP_AVX512
     if (count >= 8) return run_tiles<P, In, 8>(m, begin, end, tokens, first, upcoming, finish), 8;
     if (count >= 6) return run_tiles<P, In, 6>(m, begin, end, tokens, first, upcoming, finish), 6;

@@ -20,6 +20,16 @@
 #define STOOP_VNNI 1
 #endif
 
+// Without vectors, unrolled loops and many variants of them would only take minutes to compile.
+#define STOOP_PRAGMA(text) _Pragma(#text)
+#if STOOP_AVX512 || STOOP_AVX2
+#define STOOP_GENERIC 0
+#define STOOP_UNROLL(count) STOOP_PRAGMA(GCC unroll count)
+#else
+#define STOOP_GENERIC 1
+#define STOOP_UNROLL(count)
+#endif
+
 constexpr int LANES = 16;
 #if STOOP_VNNI
 constexpr bool MULTIPLIES_BYTES = true;
