@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from stoop.core.request import Request
 from stoop.core.step import StepPlan, StepResult
 from stoop.scheduler.scheduler import Scheduler
 
@@ -200,6 +201,7 @@ class AdaptiveDrafts:
         self._decided_at = 0  # number of requests at the last decision
         self.added = 0.0  # seconds of a step beyond those of its graph
         self.host = 0.0  # seconds of the host in a step
+        self._made = False  # whether the last step that was noted made drafts
         self._lost = 0.0  # seconds, since some requests get no drafts
         self._patience, self._kept = 1, 0  # after tokens were computed again for nothing
         self._gap, self._since = FIRST_GAP, 0  # steps without drafts: until a probe, and so far
@@ -223,24 +225,36 @@ class AdaptiveDrafts:
         return self.times.at(num_reqs, self.num_drafts) is not None
 
     def _read_batch(self, scheduler: Scheduler) -> Batch:
-        mean = self.acceptance.rates[0]
         num_drafted = num_lacking = tokens_lacking = 0
-        rates = 0.0
+        able: list[Request] = []
         for request in scheduler.running:
             known, rules = len(request.token_ids), request.rules
             if not rules.num_drafts or known >= self.position_limit:
                 continue
-            own = request.num_first_accepted + OWN_PRIOR * mean
-            rates += own / (request.num_drafted + OWN_PRIOR)
+            able.append(request)
             if request.num_drafter_kv is None:
                 num_drafted += 1
                 continue
             num_lacking += 1
             found = self.keeps_prefixes and rules.params.prompt_logprobs is None
             tokens_lacking += known - (request.num_drafter_kv if found else 0)
-        wanted = (num_drafted + num_lacking) * mean
-        scale = rates / wanted if wanted > 0 else 1.0
+        scale = self._scale(able)
         return Batch(len(scheduler.running), num_drafted, num_lacking, tokens_lacking, scale)
+
+    def _scale(self, requests: Sequence[Request]) -> float:
+        """First drafts of these requests that are accepted, relative to those of all so far.
+
+        Without KV a drafter may find no draft. A request does not count that, so its own rate
+        says too much.
+        """
+        mean = self.acceptance.rates[0]
+        if not self.has_kv or not requests or not mean:
+            return 1.0
+        own = sum(
+            (each.num_first_accepted + OWN_PRIOR * mean) / (each.num_drafted + OWN_PRIOR)
+            for each in requests
+        )
+        return own / (len(requests) * mean)
 
     def decide(self, batch: Batch, num_steps: int = EVERY) -> bool:
         """Set `num_drafts`. Returns whether to compute again what the drafter lacks.
@@ -322,6 +336,7 @@ class AdaptiveDrafts:
     def note(self, plan: StepPlan, result: StepResult, time: StepTime | None = None) -> None:
         if time is not None:
             self._note_time(plan, time)
+        had_drafts, self._made = self._made, plan.num_drafts > 0
         first = plan.rows[0]  # decodes come first
         if not first.decodes or first.num_tokens == 1:
             return
@@ -330,9 +345,13 @@ class AdaptiveDrafts:
             for row in result.rows
             if row.num_drafts
         )
-        if not self.has_kv:  # it found nothing to draft, which is as good as a wrong draft
-            missed = zip(plan.rows, result.rows, strict=True)
-            found[1, 0] += sum(row.decodes and not each.num_drafts for row, each in missed)
+        if not self.has_kv and had_drafts:
+            # To find no draft is as good as a wrong one. An ended row has no tokens.
+            found[1, 0] += sum(
+                row.decodes and row.rules.num_drafts > 0 and bool(each.token_ids)
+                for row, each in zip(plan.rows, result.rows, strict=True)
+                if not each.num_drafts
+            )
         for (num_drafts, num_accepted), times in found.items():
             self.acceptance.add(num_drafts, num_accepted, times)
         if found:

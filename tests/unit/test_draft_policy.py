@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoop.core.step import RowResult, StepPlan, StepResult
+from stoop.core.step import PlannedRow, RowResult, StepPlan, StepResult
 from stoop.engine.draft_policy import (
     EVERY,
     FIRST_GAP,
@@ -24,8 +24,10 @@ from stoop.engine.draft_policy import (
     expected_tokens,
     usual_rates,
 )
+from support.scheduling import make_request, make_rules, make_scheduler
 
 COUNTS = (0, 1, 3)
+RULES = (make_rules(num_drafts=3), make_rules(num_drafts=0))
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # A memory-bound step takes 4 ms however few tokens it has; above 128 tokens it takes as long as
 # they are many. A draft takes 0.2 ms more.
@@ -239,6 +241,65 @@ def test_a_batch_of_worse_texts_gets_fewer() -> None:
     assert policy.num_drafts == 3
     policy.decide(Batch(32, 32, scale=0.3))
     assert policy.num_drafts == 1
+
+
+# ---- drafters that look drafts up, and may find none ----
+
+
+def look_up(hit_rate: float, rate: float) -> float:
+    """Serve 8 requests. Returns tokens a second, relative to steps without drafts.
+
+    A draft takes 0.3 steps, and a lookup finds all drafts or none.
+    """
+    times = StepTimes({(8, count): 1.0 + 0.3 * count for count in COUNTS})
+    policy = AdaptiveDrafts(times, COUNTS, has_kv=False)
+    scheduler = make_scheduler(num_blocks=9000, max_model_len=2000, max_num_seqs=8, num_drafts=3)
+    for number in range(8):
+        scheduler.add(make_request(f"{number}", [1], max_tokens=1999, num_drafts=3))
+    source, found = random.Random(1), [0] * 8
+    tokens = seconds = 0.0
+    for step in range(400):
+        policy.choose(scheduler)
+        plan = scheduler.schedule()
+        assert plan is not None
+        rows = []
+        for row in plan.rows:
+            verified, accepted = min(found[row.slot], row.num_tokens - 1), 0
+            while accepted < verified and source.random() < rate:
+                accepted += 1
+            rows.append(RowResult(row.request_id, row.epoch, [7] * (accepted + 1), verified))
+            found[row.slot] = plan.num_drafts if source.random() < hit_rate else 0
+            tokens += (accepted + 1) * (step >= 100)  # it learns before
+        policy.note(plan, StepResult(step, rows))
+        scheduler.update(StepResult(step, rows))
+        seconds += (1.0 + 0.3 * plan.num_drafts) * (step >= 100)
+    return tokens / seconds / 8
+
+
+def test_lookups_that_find_nothing_count_as_drafts_that_are_wrong() -> None:
+    assert look_up(0.2, 0.9) > 0.93, "as fast as without drafts, but for probes"
+    assert look_up(1.0, 0.9) > 1.5
+    assert look_up(0.8, 0.9) > 1.25
+
+
+def test_requests_that_want_no_drafts_miss_none() -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS, has_kv=False)
+    wants, declines = (PlannedRow("r", 0, 0, 4, 9, 13, 16, True, True, rules, 5) for rules in RULES)
+
+    def misses(*rows: tuple[PlannedRow, list[int]], num_drafts: int = 3) -> float:
+        before = policy.acceptance.rates[0]
+        plan = StepPlan(1, [row for row, _ in rows], num_drafts)
+        policy.note(plan, StepResult(1, [RowResult("r", 0, tokens) for _, tokens in rows]))
+        after = policy.acceptance.rates[0]
+        policy.acceptance = Acceptance([USUAL] * 3)
+        return round(PRIOR * (before / after - 1))
+
+    assert misses((wants, [1])) == 0, "there was no step before that could have drafted"
+    assert misses((wants, [1]), (wants, [1])) == 2
+    assert misses((wants, [1]), (declines, [1])) == 1
+    assert misses((wants, [1]), (wants, [])) == 1, "the other has ended"
+    assert misses((wants, [1]), num_drafts=0) == 1, "it had drafts, and makes none"
+    assert misses((wants, [1])) == 0
 
 
 # ---- acceptance ----
