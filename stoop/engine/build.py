@@ -105,7 +105,6 @@ def _make_policy(
         schedule.draft_counts,
         usual_rates(choice.usual_tokens, schedule.num_drafts),
         host_computes=config.device.device == "cpu",
-        position_limit=config.head.max_position if config.head else schedule.max_model_len,
         has_kv=schedule.drafter_has_kv,
         keeps_prefixes=config.cache.enable_prefix_caching and executor.caches_prefixes,
     )
