@@ -375,7 +375,10 @@ class AdaptiveDrafts:
         return {"spec_decode_policy": self.describe()}
 
     def describe(self) -> str:
-        """How many drafts at how many requests, with the usual acceptance."""
+        """How many drafts at how many requests, with the usual acceptance.
+
+        More requests than were measured get none.
+        """
         chosen: list[tuple[int, int]] = []  # number of drafts, up to this number of requests
         usual = self.acceptance.usual
         for size in self.times.sizes:
@@ -388,16 +391,14 @@ class AdaptiveDrafts:
             if chosen and chosen[-1][0] == best:
                 chosen.pop()
             chosen.append((best, size))
+        if chosen[-1][0] == 0:
+            chosen.pop()
         parts: list[str] = []
-        least = 1
-        for place, (count, most) in enumerate(chosen):
+        for count, most in chosen:
             drafts = f"{count} draft{'s' if count > 1 else ''}" if count else "none"
-            if place == len(chosen) - 1:
-                where = "above" if parts else "at any number of requests"
-            elif not parts:
-                where = f"at {least} to {most} requests" if most > least else "at 1 request"
-            else:
-                where = f"up to {most}"
+            where = f"up to {most}"
+            if not parts:
+                where = f"at 1 to {most} requests" if most > 1 else "at 1 request"
             parts.append(f"{drafts} {where}")
-            least = most + 1
+        parts.append(f"none above {chosen[-1][1]}" if chosen else "none at any number of requests")
         return ", ".join(parts)

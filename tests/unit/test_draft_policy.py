@@ -454,9 +454,14 @@ def test_times_are_those_of_the_next_captured_size() -> None:
 
 def test_it_says_how_many_drafts_at_how_many_requests() -> None:
     assert AdaptiveDrafts(TIMES, COUNTS).describe() == (
-        "3 drafts at 1 to 32 requests, 1 draft up to 64, none above"
+        "3 drafts at 1 to 32 requests, 1 draft up to 64, none above 64"
     )
     slow = StepTimes({(size, count): 1.0 + count for size in (1, 8) for count in COUNTS})
     assert AdaptiveDrafts(slow, COUNTS).describe() == "none at any number of requests"
     fast = StepTimes({(size, count): 1.0 for size in (1, 8) for count in COUNTS})
-    assert AdaptiveDrafts(fast, COUNTS).describe() == "3 drafts at any number of requests"
+    policy = AdaptiveDrafts(fast, COUNTS)
+    assert policy.describe() == "3 drafts at 1 to 8 requests, none above 8"
+    policy.decide(make_batch(9, 9))
+    assert policy.num_drafts == 0, "as it says"
+    alone = StepTimes({(1, count): 1.0 for count in COUNTS})
+    assert AdaptiveDrafts(alone, COUNTS).describe() == "3 drafts at 1 request, none above 1"
