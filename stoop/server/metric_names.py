@@ -133,6 +133,12 @@ CORE_COUNTER_GROUPS = (
         label="position",
     ),
     Metric(
+        "spec_decode_num_draft_tokens_per_pos",
+        "spec_draft_tokens_by_position",
+        "Draft tokens verified, by position in the draft, counted as the accepted ones.",
+        label="position",
+    ),
+    Metric(
         "num_steps_by_drafts",
         "steps_by_drafts",
         "Steps, by how many drafts they made for each request.",
