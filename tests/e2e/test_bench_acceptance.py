@@ -121,6 +121,7 @@ def test_a_model_without_a_chat_template_needs_raw(
         (["-sc", NGRAM, "--questions", "EMPTY"], "is empty"),
         (["-sc", NGRAM, "--questions", "LONG"], "no room for its answer"),
         (["-sc", '{"method": "ngram"}'], "--speed-k"),
+        (["-sc", NGRAM.replace("2", '"auto"', 1)], "number are timed: give --speed-k"),
         (["-sc", NGRAM, "--k", "17"], "1 to 16"),
         (["-sc", NGRAM, "--k", "a"], "such as 1,8"),
         (["-sc", NGRAM, "--temperature", "-1"], "such as 0,1"),
