@@ -170,8 +170,9 @@ class EngineCore:
             trial.note_plain(seconds - self.executor.draft_seconds, self.executor.busy)
 
     def _check_idle(self) -> None:
-        if not self.has_work:
+        if not self.scheduler.has_work:  # to wait for grammars is no part of a step, either
             self._landed = None
+        if not self.has_work:
             self.scheduler.check_idle()
             if self.trial is not None:
                 self.trial.note_idle()
