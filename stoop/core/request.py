@@ -79,6 +79,7 @@ class Request:
     num_cached: int | None = None  # prompt tokens that its first admission found in the cache
     admitted: float | None = None  # when it was first admitted, until a delta has told it
     num_preemptions: int = 0
+    recomputed: bool = False  # it waits only so that the drafter gets the KV it lacks
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | str | None = None  # the token that stopped it; of an error, a sentence
 

@@ -270,7 +270,10 @@ class Scheduler:
         request.block_ids = list(cached)
         request.num_offered_blocks = len(cached)
         request.num_computed = len(cached) * self.block_size
-        self.prefix_cache.count(request, request.num_computed)
+        if request.recomputed:  # what it found are its own blocks
+            request.recomputed = False
+        else:
+            self.prefix_cache.count(request, request.num_computed)
         if request.num_cached is None:
             request.num_cached = request.num_computed
             request.admitted = time.perf_counter()
@@ -332,6 +335,7 @@ class Scheduler:
         """Compute tokens again, as after a preemption, so that the drafter sees them, too."""
         for request in requests:
             self._send_back(request)
+            request.recomputed = True
             self.stats.num_computed_again += 1
 
     def _vacate(self, request: Request) -> None:
@@ -356,7 +360,7 @@ class Scheduler:
         # Decodes first, similar lengths together: attention backends tile the batch in this order.
         # Then by slot, so that a batch of the same requests keeps the order of its rows.
         rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
-        self.stats.add_step(len(rows), num_drafts, self.config.num_drafts)
+        self.stats.add_step(rows, num_drafts, self.config.num_drafts)
         return StepPlan(
             index=self.stats.num_steps,
             rows=rows,

@@ -66,6 +66,7 @@ ONLY_OURS = {
     "counter": [
         "stoop_steps",
         "stoop_steps_by_drafts",
+        "stoop_requests_computed_again",
         "stoop_spec_drafts_not_made",
         "stoop_spec_draft_tokens_by_position",
         "stoop_step_seconds",
@@ -178,6 +179,7 @@ def test_values_come_from_the_core() -> None:
     assert value(metrics, "stoop_prefix_cache_hit_tokens_total") == 64
     assert value(metrics, "stoop_steps_total", mode="full") == 20
     assert value(metrics, "stoop_steps_by_drafts_total", drafts="3") == 18
+    assert value(metrics, "stoop_requests_computed_again_total") == 6
     assert value(metrics, "stoop_spec_drafts_not_made_total") == 36
     assert value(metrics, "stoop_tokens_padded_total") == 50
     assert value(metrics, "stoop_spec_accepted_tokens_by_position_total", position="1") == 20

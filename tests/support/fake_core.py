@@ -44,6 +44,7 @@ def snapshot(scale: int = 1, pid: int = 100) -> dict[str, Any]:
         "num_prompt_tokens": 200 * scale,
         "num_generated_tokens": 90 * scale,
         "num_preemptions": scale,
+        "num_computed_again": 6 * scale,
         "prefix_cache_queried_tokens": 200 * scale,
         "prefix_cache_hit_tokens": 64 * scale,
         "spec_decode_num_drafts": 25 * scale,

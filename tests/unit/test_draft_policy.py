@@ -345,6 +345,32 @@ def test_requests_whose_drafts_are_better_get_more() -> None:
     assert lookups._read_batch(scheduler).scale == 1.0, "they count hits only"
 
 
+def test_tokens_computed_again_are_no_hits_of_the_prefix_cache() -> None:
+    """They would show a rate that no traffic has."""
+    scheduler = make_running([[1] * 9], num_plain=4)
+    cache, request = scheduler.prefix_cache, scheduler.running[0]
+    before = (cache.num_queried_tokens, cache.num_hit_tokens)
+    scheduler.redraft = True
+    (admission,) = take_step(scheduler).admissions
+    assert scheduler.stats.num_computed_again == 1 and admission.num_computed == 8
+    assert (cache.num_queried_tokens, cache.num_hit_tokens) == before == (9, 0)
+    scheduler._preempt(request)
+    take_step(scheduler)
+    assert cache.num_queried_tokens == 9 + request.num_tokens - 1, "preemptions count"
+
+
+def test_drafts_not_made_are_those_that_decodes_asked_for() -> None:
+    scheduler = make_running([[1] * 5, [2] * 5, [3] * 5], num_plain=0, wanted=[3, 1, 0])
+    take_step(scheduler)
+    assert scheduler.stats.num_drafts_not_made == 3 + 1
+    scheduler.num_places = scheduler.num_drafts = 1
+    take_step(scheduler)
+    assert scheduler.stats.num_drafts_not_made == 3 + 1 + 2
+    alone = make_running([[1] * 9], num_plain=0, max_num_batched_tokens=4)
+    assert take_step(alone).num_drafts == 1, "prompts get the drafter's KV"
+    assert alone.stats.num_drafts_not_made == 0, "but no drafts"
+
+
 # ---- drafters that look drafts up, and may find none ----
 
 
