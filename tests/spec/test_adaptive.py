@@ -83,7 +83,7 @@ def test_no_answer_depends_on_the_number_of_drafts(
     policy = llm.engine.core.drafts
     assert isinstance(policy, RandomDrafts) and len(set(policy.chosen)) == len(policy.counts)
     if mode in CAPTURED:  # each number has graphs of its own
-        assert replayed >= {count + 1 for count in policy.counts}
+        assert replayed >= policy.query_lens and len(policy.query_lens) > 2
     assert trace.metrics["num_preemptions"] > 0
     lengths = {len(drafts) for drafts in trace.drafts.values()}
     assert lengths <= set(range(most + 1))
