@@ -32,7 +32,7 @@ class RepeatSpeculator:
         reads = {"row_slots", "samples", "token_ids", "num_tokens", "num_drafts"}
         limits = {"draft_limit", "token_limit"}
         writes = {"token_ids", "num_drafts"}
-        return [Phase("R", self.repeat, reads | limits, writes, drafts=True, title="repeat")]
+        return [Phase("R", self.repeat, reads | limits, writes, drafts=1, title="repeat")]
 
     def buffers(self) -> list[Buffer]:
         """None of its own: drafts go into the requests' slots."""

@@ -181,12 +181,13 @@ def speculation_row() -> list[Panel]:
         (
             "Acceptance by position",
             "percentunit",
-            "Share of verifications that accepted the draft at this position.",
+            "Share of the drafts verified at this position that were accepted.",
             [
                 (
                     "draft {{position}}",
                     "sum by (position) (rate(<spec_accepted_tokens_by_position_total>"
-                    "[$__rate_interval])) / scalar(rate<spec_drafts_total>)",
+                    "[$__rate_interval])) / sum by (position) "
+                    "(rate(<spec_draft_tokens_by_position_total>[$__rate_interval]))",
                 )
             ],
         ),

@@ -21,6 +21,7 @@ def print_acceptance(counts: SpecCounts) -> None:
     for position in range(len(rates)):
         table.add_column(str(position + 1), justify="right")
     table.add_column("tokens per step", justify="right")
-    cells = [f"{rate:.0%}" for rate in rates]
+    made = counts.num_draft_tokens_per_pos
+    cells = [f"{rate:.0%}" if count else "-" for rate, count in zip(rates, made, strict=True)]
     table.add_row("accepted", *cells, f"{counts.mean_acceptance_length:.2f}")
     Console(stderr=True, file=sys.stderr).print(table)

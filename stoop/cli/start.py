@@ -48,9 +48,10 @@ def print_started(what: str, config: "Config", numbers: dict[str, Any], seconds:
     )
     if config.spec is not None:
         note = f"; {config.draft_note}" if config.draft_note else ""
-        if "spec_decode_policy" in numbers:
+        varies = "spec_decode_policy" in numbers
+        if varies:
             note = f" ({numbers['spec_decode_policy']}){note}"
-        print(f"speculative decoding: {_drafter(config.spec)}{note}", file=sys.stderr)
+        print(f"speculative decoding: {_drafter(config.spec, varies)}{note}", file=sys.stderr)
         log.info("drafter: %s", _details(config.spec))
     elif config.draft_note:
         print(f"speculative decoding: off; {config.draft_note}", file=sys.stderr)
@@ -64,9 +65,10 @@ _METHODS = {
 }
 
 
-def _drafter(spec: "SpecConfig") -> str:
+def _drafter(spec: "SpecConfig", varies: bool) -> str:
+    """varies: whether steps may make fewer drafts"""
     tokens = "token" if spec.num_drafts == 1 else "tokens"
-    most = "up to " if spec.adaptive else ""
+    most = "up to " if varies else ""
     text = f"{_METHODS.get(spec.method, spec.method)}, "
     text += f"{most}{spec.num_drafts} draft {tokens} per step"
     if spec.synthetic_rates is not None:

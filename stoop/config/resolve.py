@@ -327,6 +327,7 @@ def _schedule(
         num_drafts=num_drafts,
         adaptive=spec is not None and spec.adaptive,
         drafter_has_kv=spec is not None and spec.head is not None,
+        drafter_max_len=spec.head.max_position if spec and spec.head else max_model_len,
     )
 
 

@@ -1,5 +1,6 @@
 """The frozen groups of the configuration. Each part of the engine gets the slice that it needs."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -140,6 +141,7 @@ class ScheduleConfig:
     num_drafts: int = 0  # K, at most
     adaptive: bool = False  # steps make fewer drafts where that is faster
     drafter_has_kv: bool = False  # in the same blocks as the target's
+    drafter_max_len: int = sys.maxsize  # requests with as many tokens get no drafts
     run_ahead: int = 0  # steps in flight besides the one whose result is read next
 
     @property

@@ -241,15 +241,17 @@ def _draft_sample_method(options: SpecOptions, head: HeadSpec | None) -> DraftSa
 
 
 def _adaptive(options: SpecOptions, wanted: bool) -> bool:
-    """Drafts that are drawn by themselves decide which of several texts a seed gives."""
-    if not wanted or options.draft_sample_method != "probabilistic":
-        return wanted
-    if options.adaptive or options.num_speculative_tokens == AUTO:
+    """Where the user leaves it open, drafts whose number matters are all made: drawn ones decide
+    which of several texts a seed gives, and synthetic acceptance is to show what K drafts cost."""
+    asked = options.adaptive or options.num_speculative_tokens == AUTO
+    drawn = options.draft_sample_method == "probabilistic"
+    if wanted and asked and drawn:
         raise _refuse(
             "has adaptive drafts with draft_sample_method=probabilistic, whose text would depend "
             "on their number: use coupled or greedy, or a fixed number"
         )
-    return False
+    synthetic = options.rejection_sample_method == "synthetic"
+    return wanted and (bool(asked) or not (drawn or synthetic))
 
 
 def _lookup_sizes(options: SpecOptions) -> tuple[int, int]:

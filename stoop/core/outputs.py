@@ -22,10 +22,11 @@ class SpecCounts:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(num_positions: int) -> "SpecCounts":
-        return SpecCounts(num_accepted_tokens_per_pos=[0] * num_positions)
+        return SpecCounts(0, 0, 0, [0] * num_positions, [0] * num_positions)
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """Count one step that verified `num_drafts` drafts."""
@@ -34,25 +35,29 @@ class SpecCounts:
         self.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
+        for position in range(num_drafts):
+            self.num_draft_tokens_per_pos[position] += 1
 
     @staticmethod
     def sum(outputs: "Iterable[RequestOutput]", num_positions: int) -> "SpecCounts":
         """The sum over all answers, for the first `num_positions` positions: an engine may have
         places for more drafts than a request asked for."""
         total = SpecCounts.of(num_positions)
-        per_pos = total.num_accepted_tokens_per_pos
+        accepted, drafted = total.num_accepted_tokens_per_pos, total.num_draft_tokens_per_pos
         for counts in (answer.spec for output in outputs for answer in output.outputs):
             if counts is not None:
                 total.num_drafts += counts.num_drafts
                 total.num_draft_tokens += counts.num_draft_tokens
                 total.num_accepted_tokens += counts.num_accepted_tokens
                 for position in range(num_positions):
-                    per_pos[position] += counts.num_accepted_tokens_per_pos[position]
+                    accepted[position] += counts.num_accepted_tokens_per_pos[position]
+                    drafted[position] += counts.num_draft_tokens_per_pos[position]
         return total
 
     def copy(self) -> "SpecCounts":
-        counts = list(self.num_accepted_tokens_per_pos)
-        return SpecCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, counts)
+        accepted, drafted = self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos
+        totals = (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens)
+        return SpecCounts(*totals, list(accepted), list(drafted))
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -61,9 +66,9 @@ class SpecCounts:
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """By position, the share of these steps that accepted the draft there."""
-        total = max(self.num_drafts, 1)
-        return [count / total for count in self.num_accepted_tokens_per_pos]
+        """By position, the share of drafts that were accepted. Steps may have fewer than others."""
+        counts = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
+        return [accepted / max(drafted, 1) for accepted, drafted in counts]
 
     def as_metrics(self) -> dict[str, Any]:
         """The counts under vLLM's names, in which a draft is all draft tokens of one step."""
@@ -72,6 +77,7 @@ class SpecCounts:
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
             "spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "spec_decode_num_draft_tokens_per_pos": list(self.num_draft_tokens_per_pos),
             "spec_decode_mean_acceptance_length": self.mean_acceptance_length,
         }
 

@@ -79,6 +79,7 @@ class Request:
     num_cached: int | None = None  # prompt tokens that its first admission found in the cache
     admitted: float | None = None  # when it was first admitted, until a delta has told it
     num_preemptions: int = 0
+    recomputed: bool = False  # it waits only so that the drafter gets the KV it lacks
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | str | None = None  # the token that stopped it; of an error, a sentence
 
@@ -118,6 +119,18 @@ class Request:
         self.num_pending += max_new_tokens
         self.num_due += max_new_tokens > 0
         self.num_computed += num_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step decodes; a prompt's last token alone does not."""
+        remaining = self.num_expected - self.num_computed
+        return remaining == 1 and self.num_computed >= self.num_prompt_tokens
+
+    def may_draft(self, drafter_max_len: int) -> bool:
+        """Whether drafts may follow its known tokens, if the drafter has KV of them."""
+        if not self.rules.num_drafts:
+            return False
+        return len(self.token_ids) < min(self.token_limit - 1, drafter_max_len)
 
     def lose_drafter_kv(self) -> bool:
         """The next step computes its token without the drafter. Returns whether that is new."""

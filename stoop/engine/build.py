@@ -8,7 +8,7 @@ from stoop.checkpoint.fetch import resolve_model
 from stoop.config.check import check_options
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import log_ignored, resolve
-from stoop.config.schema import Config, EngineOptions, ModelSpec
+from stoop.config.schema import MAX_DEFAULT_SIZE, Config, EngineOptions, ModelSpec
 from stoop.config.speculation import asks_for_auto
 from stoop.core.report import Report
 from stoop.engine import draft_trial
@@ -112,11 +112,20 @@ def _make_policy(
         schedule.draft_counts,
         usual_rates(choice.usual_tokens, schedule.num_drafts),
         host_computes=config.device.device == "cpu",
-        position_limit=config.head.max_position if config.head else schedule.max_model_len,
         has_kv=schedule.drafter_has_kv,
         keeps_prefixes=config.cache.enable_prefix_caching and executor.caches_prefixes,
     )
     log.info("drafts per step: %s", made.describe())
+    largest, graph = made.times.sizes[-1], config.graph
+    if largest < schedule.max_num_seqs:
+        limited = graph.capture_sizes is None and graph.max_capture_size < MAX_DEFAULT_SIZE
+        log.warning(
+            "steps of more than %d requests make no drafts, since no larger decode batch is "
+            "captured: %s, up to max_num_seqs=%d, or lower that",
+            largest,
+            "raise max_capture_size" if limited else "give larger capture_sizes",
+            schedule.max_num_seqs,
+        )
     return made
 
 

@@ -77,13 +77,14 @@ def choose_drafter(
     """target: the model's folder; packed: its weights stay quantised"""
     if not asks_for_auto(options.speculative_config):
         asked = parse_speculation(options.speculative_config)
+        usual: Sequence[float] = ()
         if asked is not None and asked.model is None and needs_head(asked):
-            dummy = options.load_format == "dummy"
-            asked = _with_own_head(asked, model, target, dummy)
+            asked = _with_own_head(asked, model, target, options.load_format == "dummy")
+            usual = acceptance_lengths(Path(asked.model)) if asked.model else ()
         if asked is None:
             return DrafterChoice(None)
         spec = _settle(asked, options, model, target, report, device, packed)
-        return DrafterChoice(spec)
+        return DrafterChoice(spec, usual_tokens=usual)
     if options.load_format == "dummy":
         return DrafterChoice(None)
     folder = shipped_head(target)

@@ -175,8 +175,9 @@ class EngineCore:
         scheduler.keeps_drafter_kv = not trial.hopeless
 
     def _check_idle(self) -> None:
-        if not self.has_work:
+        if not self.scheduler.has_work:  # to wait for grammars is no part of a step, either
             self._landed = None
+        if not self.has_work:
             self.scheduler.check_idle()
             if self.trial is not None:
                 self.trial.note_idle()

@@ -15,12 +15,12 @@ has.
 """
 
 import bisect
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from stoop.core.request import Request
 from stoop.core.step import StepPlan, StepResult
 from stoop.scheduler.scheduler import Scheduler
 
@@ -166,8 +166,8 @@ class Batch:
     """What a decision depends on, of the running requests."""
 
     num_reqs: int
-    num_drafted: int  # that get drafts
-    num_lacking: int = 0  # that would get drafts, had the drafter their KV
+    drafted: Counter[int]  # how many get drafts, by the most that each asked for
+    lacking: Counter[int] = field(default_factory=Counter)  # would, had the drafter their KV
     tokens_lacking: int = 0  # of these, to compute again
     scale: float = 1.0  # of acceptance, relative to that of all requests so far
 
@@ -181,18 +181,16 @@ class AdaptiveDrafts:
         counts: Sequence[int],
         usual: Sequence[float] = (),
         host_computes: bool = False,
-        position_limit: int = sys.maxsize,
         has_kv: bool = True,
         keeps_prefixes: bool = True,
     ) -> None:
         """counts: drafts that a step may make, in rising order; usual: acceptance by position;
-        host_computes: there is no device to wait for; position_limit: of the drafter; has_kv: it
-        always drafts where it may; keeps_prefixes: only what it lacks is computed again"""
+        host_computes: there is no device to wait for; has_kv: the drafter always drafts where it
+        may; keeps_prefixes: only what it lacks is computed again"""
         self.times = times
         self.counts = tuple(counts)
         self.acceptance = Acceptance(usual or [USUAL] * self.counts[-1])
         self.host_computes = host_computes
-        self.position_limit = position_limit
         self.has_kv = has_kv
         self.keeps_prefixes = keeps_prefixes
         self.num_drafts = self.counts[-1]
@@ -200,6 +198,7 @@ class AdaptiveDrafts:
         self._decided_at = 0  # number of requests at the last decision
         self.added = 0.0  # seconds of a step beyond those of its graph
         self.host = 0.0  # seconds of the host in a step
+        self._made = False  # whether the last step that was noted made drafts
         self._lost = 0.0  # seconds, since some requests get no drafts
         self._patience, self._kept = 1, 0  # after tokens were computed again for nothing
         self._gap, self._since = FIRST_GAP, 0  # steps without drafts: until a probe, and so far
@@ -223,38 +222,50 @@ class AdaptiveDrafts:
         return self.times.at(num_reqs, self.num_drafts) is not None
 
     def _read_batch(self, scheduler: Scheduler) -> Batch:
+        running, limit = scheduler.running, scheduler.config.drafter_max_len
+        drafted = [r for r in running if r.num_drafter_kv is None and r.may_draft(limit)]
+        lacking = scheduler.undrafted
+        return Batch(
+            len(running),
+            Counter(each.rules.num_drafts for each in drafted),
+            Counter(each.rules.num_drafts for each in lacking),
+            sum(self._tokens_lacking(each) for each in lacking),
+            self._scale(drafted + lacking),
+        )
+
+    def _tokens_lacking(self, request: Request) -> int:
+        """Tokens to compute again: prompts whose tokens are scored skip no cached prefix."""
+        found = self.keeps_prefixes and request.rules.params.prompt_logprobs is None
+        return request.num_tokens - ((request.num_drafter_kv or 0) if found else 0)
+
+    def _scale(self, requests: Sequence[Request]) -> float:
+        """First drafts of these requests that are accepted, relative to those of all so far.
+
+        Without KV a drafter may find no draft. A request does not count that, so its own rate
+        says too much.
+        """
         mean = self.acceptance.rates[0]
-        num_drafted = num_lacking = tokens_lacking = 0
-        rates = 0.0
-        for request in scheduler.running:
-            known, rules = len(request.token_ids), request.rules
-            if not rules.num_drafts or known >= self.position_limit:
-                continue
-            own = request.num_first_accepted + OWN_PRIOR * mean
-            rates += own / (request.num_drafted + OWN_PRIOR)
-            if request.num_drafter_kv is None:
-                num_drafted += 1
-                continue
-            num_lacking += 1
-            found = self.keeps_prefixes and rules.params.prompt_logprobs is None
-            tokens_lacking += known - (request.num_drafter_kv if found else 0)
-        wanted = (num_drafted + num_lacking) * mean
-        scale = rates / wanted if wanted > 0 else 1.0
-        return Batch(len(scheduler.running), num_drafted, num_lacking, tokens_lacking, scale)
+        if not self.has_kv or not requests or not mean:
+            return 1.0
+        own = sum(
+            (each.num_first_accepted + OWN_PRIOR * mean) / (each.num_drafted + OWN_PRIOR)
+            for each in requests
+        )
+        return own / (len(requests) * mean)
 
     def decide(self, batch: Batch, num_steps: int = EVERY) -> bool:
         """Set `num_drafts`. Returns whether to compute again what the drafter lacks.
 
         num_steps: since the last decision
         """
-        speeds = self._speeds(batch, batch.num_drafted)
+        speeds = self._speeds(batch, batch.drafted)
         best, current = max(speeds, key=lambda count: speeds[count]), self.num_drafts
         if not any(speeds.values()):  # more requests than any graph has
             self.num_drafts = 0
         elif speeds[best] > (MORE if best > current else 1.0) * speeds[current]:
             self.num_drafts = best
         if self._lacks_too_much(batch, speeds[self.num_drafts], num_steps):
-            with_all = self._speeds(batch, batch.num_drafted + batch.num_lacking)
+            with_all = self._speeds(batch, batch.drafted + batch.lacking)
             self.num_drafts = max(with_all, key=lambda count: with_all[count])
             return True
         if self.num_drafts:
@@ -267,12 +278,15 @@ class AdaptiveDrafts:
             self._go_without(batch, num_steps)
         return False
 
-    def _speeds(self, batch: Batch, num_drafted: int) -> dict[int, float]:
-        """Tokens a second by number of drafts, if so many requests get drafts."""
+    def _speeds(self, batch: Batch, drafted: Counter[int]) -> dict[int, float]:
+        """Tokens a second by number of drafts. drafted: requests that get drafts, as in `Batch`"""
         rates, found = self.acceptance.rates, {}
         for count in self.counts:
             seconds = self._seconds(batch.num_reqs, count)
-            gained = num_drafted * (expected_tokens(rates, count, batch.scale) - 1)
+            gained = sum(
+                num_reqs * (expected_tokens(rates, min(most, count), batch.scale) - 1)
+                for most, num_reqs in drafted.items()
+            )
             found[count] = (batch.num_reqs + gained) / seconds if seconds else 0.0
         return found
 
@@ -290,8 +304,8 @@ class AdaptiveDrafts:
 
         Each time that drafts did not last after it, it takes twice as much.
         """
-        possible = max(self._speeds(batch, batch.num_drafted + batch.num_lacking).values())
-        if not batch.num_lacking or possible <= MORE * speed:
+        possible = max(self._speeds(batch, batch.drafted + batch.lacking).values())
+        if not batch.lacking or possible <= MORE * speed:
             self._lost = 0.0
             return False
         seconds = self._seconds(batch.num_reqs, self.num_drafts) or 0.0
@@ -307,7 +321,7 @@ class AdaptiveDrafts:
         """Make a few drafts now and then: they may be accepted more often by now."""
         self._since += num_steps
         self.acceptance.forget(num_steps * FORGET)
-        if self._since < self._gap or not batch.num_drafted:
+        if self._since < self._gap or not batch.drafted:
             return
         few = self.counts[1]
         plain, drafted = (self._seconds(batch.num_reqs, count) for count in (0, few))
@@ -322,6 +336,7 @@ class AdaptiveDrafts:
     def note(self, plan: StepPlan, result: StepResult, time: StepTime | None = None) -> None:
         if time is not None:
             self._note_time(plan, time)
+        had_drafts, self._made = self._made, plan.num_drafts > 0
         first = plan.rows[0]  # decodes come first
         if not first.decodes or first.num_tokens == 1:
             return
@@ -330,9 +345,13 @@ class AdaptiveDrafts:
             for row in result.rows
             if row.num_drafts
         )
-        if not self.has_kv:  # it found nothing to draft, which is as good as a wrong draft
-            missed = zip(plan.rows, result.rows, strict=True)
-            found[1, 0] += sum(row.decodes and not each.num_drafts for row, each in missed)
+        if not self.has_kv and had_drafts:
+            # To find no draft is as good as a wrong one. An ended row has no tokens.
+            found[1, 0] += sum(
+                row.decodes and row.rules.num_drafts > 0 and bool(each.token_ids)
+                for row, each in zip(plan.rows, result.rows, strict=True)
+                if not each.num_drafts
+            )
         for (num_drafts, num_accepted), times in found.items():
             self.acceptance.add(num_drafts, num_accepted, times)
         if found:
@@ -356,7 +375,10 @@ class AdaptiveDrafts:
         return {"spec_decode_policy": self.describe()}
 
     def describe(self) -> str:
-        """How many drafts at how many requests, with the usual acceptance."""
+        """How many drafts at how many requests, with the usual acceptance.
+
+        More requests than were measured get none.
+        """
         chosen: list[tuple[int, int]] = []  # number of drafts, up to this number of requests
         usual = self.acceptance.usual
         for size in self.times.sizes:
@@ -369,16 +391,14 @@ class AdaptiveDrafts:
             if chosen and chosen[-1][0] == best:
                 chosen.pop()
             chosen.append((best, size))
+        if chosen[-1][0] == 0:
+            chosen.pop()
         parts: list[str] = []
-        least = 1
-        for place, (count, most) in enumerate(chosen):
+        for count, most in chosen:
             drafts = f"{count} draft{'s' if count > 1 else ''}" if count else "none"
-            if place == len(chosen) - 1:
-                where = "above" if parts else "at any number of requests"
-            elif not parts:
-                where = f"at {least} to {most} requests" if most > least else "at 1 request"
-            else:
-                where = f"up to {most}"
+            where = f"up to {most}"
+            if not parts:
+                where = f"at 1 to {most} requests" if most > 1 else "at 1 request"
             parts.append(f"{drafts} {where}")
-            least = most + 1
+        parts.append(f"none above {chosen[-1][1]}" if chosen else "none at any number of requests")
         return ", ".join(parts)

@@ -78,7 +78,7 @@ def _decode_sizes(limits: GraphLimits, query_len: int) -> list[int]:
     found = _sizes(limits, most)
     if len(limits.query_lens) == 1 or query_len == 1 or limits.sizes is not None:
         return found
-    fits = [size for size in found if size * query_len <= MANY_TOKENS] or found[:1]
+    fits = [size for size in found if size * query_len <= MANY_TOKENS]
     # Few of the large ones, or a start would take twice as long: to pad costs less.
     return [size for size in fits if size <= 16 or size % 32 == 0 or size == fits[-1]]
 

@@ -51,7 +51,7 @@ def write_verdict(
     """Write what a step yields: accepted drafts, the token after them, and zeros to the end.
 
     chosen: [n, width] int64 for the first n rows, the token for each position in case it comes
-    last, -1 if there is none; width is K + 1, or 1 if no row has drafts
+    last, -1 if there is none; width is one more than the places for drafts, 1 to K + 1
     accepts: [n, width - 1] bool or int8; None accepts drafts that equal the token chosen there
     token_ids: [max_reqs, K + 1], num_tokens, num_drafts: [max_reqs], all int64 and written
     A row that accepts j drafts and has no token after them fails: its num_tokens is -1 - j.

@@ -74,7 +74,8 @@ class Verifier:
     ) -> None:
         """Write the accepted drafts and the token after them to `out`.
 
-        logits: [num_reqs * width, vocab_size], overwritten; width is K + 1, or 1 without drafts
+        logits: [num_reqs * width, vocab_size], overwritten; width is one more than the places for
+        drafts, 1 to K + 1
         where: positions of the logits; None if all rows take the likeliest token
         """
         if needs.masked:

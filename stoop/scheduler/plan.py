@@ -1,11 +1,11 @@
 """A step's plan while the scheduler makes it, and what it has counted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from stoop.core.outputs import SpecCounts
 from stoop.core.request import Request
-from stoop.core.step import BlockAppend
+from stoop.core.step import BlockAppend, PlannedRow
 
 
 @dataclass
@@ -20,12 +20,15 @@ class SchedulerStats:
     num_generated_tokens: int = 0
     spec: SpecCounts = field(default_factory=SpecCounts)
     num_steps_by_drafts: dict[int, int] = field(default_factory=dict)  # made for each request
-    num_drafts_not_made: int = 0  # in steps that made fewer than the most
+    num_drafts_not_made: int = 0  # for decodes, in steps that made fewer than these asked for
 
-    def add_step(self, num_rows: int, num_drafts: int, most: int) -> None:
+    def add_step(self, rows: Iterable[PlannedRow], num_drafts: int, most: int) -> None:
+        """most: drafts that any step may make"""
         self.num_steps += 1
         self.num_steps_by_drafts[num_drafts] = self.num_steps_by_drafts.get(num_drafts, 0) + 1
-        self.num_drafts_not_made += num_rows * (most - num_drafts)
+        if num_drafts < most:
+            asked = (row.rules.num_drafts for row in rows if row.decodes)
+            self.num_drafts_not_made += sum(max(each - num_drafts, 0) for each in asked)
 
 
 class PlanBuilder:

@@ -223,12 +223,6 @@ class Scheduler:
             if num_tokens and self._make_room(request, num_tokens, plan):
                 plan.add(request, num_tokens)
 
-    @staticmethod
-    def _decodes(request: Request) -> bool:
-        """A prompt's last token alone is not a decode."""
-        computed = request.num_computed
-        return request.num_expected - computed == 1 and computed >= request.num_prompt_tokens
-
     def _lacks_blocks(self, todo: list[tuple[Request, int]]) -> bool:
         """Whether the running requests need more blocks than are free, as far as is known now."""
         missing, most = 0, self.config.max_num_batched_tokens
@@ -276,7 +270,10 @@ class Scheduler:
         request.block_ids = list(cached)
         request.num_offered_blocks = len(cached)
         request.num_computed = len(cached) * self.block_size
-        self.prefix_cache.count(request, request.num_computed)
+        if request.recomputed:  # what it found are its own blocks
+            request.recomputed = False
+        else:
+            self.prefix_cache.count(request, request.num_computed)
         if request.num_cached is None:
             request.num_cached = request.num_computed
             request.admitted = time.perf_counter()
@@ -321,19 +318,24 @@ class Scheduler:
 
     @property
     def undrafted(self) -> list[Request]:
-        """Running requests that get no drafts, since the drafter lacks KV of their last tokens.
+        """Running requests that get no drafts only since the drafter lacks KV of their last tokens.
 
         One that would have to wait behind others for a slot is left as it is.
         """
-        found = [each for each in self.running if each.num_drafter_kv is not None]
-        first = self.waiting.peek().order if self.waiting else None
-        kept = (each for each in found if first is None or each.order < first)
-        return [each for each in kept if each.rules.num_drafts]
+        first, limit = self.waiting.peek() if self.waiting else None, self.config.drafter_max_len
+        return [
+            each
+            for each in self.running
+            if each.num_drafter_kv is not None
+            and each.may_draft(limit)
+            and (first is None or each.order < first.order)
+        ]
 
     def _compute_again(self, requests: Iterable[Request]) -> None:
         """Compute tokens again, as after a preemption, so that the drafter sees them, too."""
         for request in requests:
             self._send_back(request)
+            request.recomputed = True
             self.stats.num_computed_again += 1
 
     def _vacate(self, request: Request) -> None:
@@ -350,8 +352,7 @@ class Scheduler:
         num_drafts, no_drafts = self.num_drafts, []
         if not num_drafts and self.config.drafter_has_kv:
             if not self.keeps_drafter_kv or all(row.decodes for row in rows):
-                fresh = [request for request in scheduled if request.num_drafter_kv is None]
-                no_drafts = [request.slot for request in fresh if request.lose_drafter_kv()]
+                no_drafts = [request.slot for request in scheduled if request.lose_drafter_kv()]
             else:
                 num_drafts = 1  # prompts get the drafter's KV in any case
         for (request, num_tokens), row in zip(scheduled.items(), rows, strict=True):
@@ -359,7 +360,7 @@ class Scheduler:
         # Decodes first, similar lengths together: attention backends tile the batch in this order.
         # Then by slot, so that a batch of the same requests keeps the order of its rows.
         rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
-        self.stats.add_step(len(rows), num_drafts, self.config.num_drafts)
+        self.stats.add_step(rows, num_drafts, self.config.num_drafts)
         return StepPlan(
             index=self.stats.num_steps,
             rows=rows,
@@ -396,7 +397,7 @@ class Scheduler:
 
         A decode, also one that the token budget cut short, can produce one per query token.
         """
-        if row.decodes or self._decodes(request):
+        if row.decodes or request.decodes:
             return row.num_tokens
         return int(row.samples)
 

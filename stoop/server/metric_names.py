@@ -81,6 +81,11 @@ CORE_COUNTERS = (
         ("num_preemptions",),
     ),
     Metric(
+        "num_computed_again",
+        "requests_computed_again",
+        "Requests whose last tokens were computed again, so that drafts could resume.",
+    ),
+    Metric(
         "prefix_cache_queried_tokens",
         "prefix_cache_queried_tokens",
         "Prompt tokens looked up in the prefix cache.",
@@ -113,7 +118,7 @@ CORE_COUNTERS = (
     Metric(
         "num_drafts_not_made",
         "spec_drafts_not_made",
-        "Draft tokens not made, in steps that made fewer than the most.",
+        "Draft tokens not made for decoding requests, in steps that made fewer than the most.",
     ),
     Metric("step_seconds_total", "step_seconds", "Seconds that the core spent in steps."),
     Metric("num_tokens_computed", "tokens_computed", "Tokens that the target computed."),
@@ -130,6 +135,12 @@ CORE_COUNTER_GROUPS = (
         "spec_accepted_tokens_by_position",
         "Draft tokens accepted, by position in the draft; ours count from 1, vLLM's from 0.",
         ("spec_decode_num_accepted_tokens_per_pos",),
+        label="position",
+    ),
+    Metric(
+        "spec_decode_num_draft_tokens_per_pos",
+        "spec_draft_tokens_by_position",
+        "Draft tokens verified, by position in the draft, counted as the accepted ones.",
         label="position",
     ),
     Metric(

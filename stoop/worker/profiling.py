@@ -111,25 +111,27 @@ def time_decodes(lane: TargetLane, executor: PhaseExecutor) -> dict[tuple[int, i
             metadata = target.model_state.prepare_attn(batch)
             needs = SamplingNeeds.of_kind(sampling or SamplingKind.GREEDY)
             step = Step(batch, descriptor, metadata, needs, query_len - 1)
-            found[descriptor.num_reqs, query_len - 1] = _time(partial(executor.run, step))
+            found[descriptor.num_reqs, query_len - 1] = _time(
+                partial(executor.run, step), target.device
+            )
     target.buffers.forget_rows()
     return found
 
 
-def _time(run: Callable[[], None]) -> float:
+def _time(run: Callable[[], None], device: torch.device) -> float:
     """Seconds of one run of several that follow each other."""
     run()
-    _wait()
+    _wait(device)
     started = time.perf_counter()
     for _ in range(TIMED_RUNS):
         run()
-    _wait()
+    _wait(device)
     return (time.perf_counter() - started) / TIMED_RUNS
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def follow_measured_products(device: torch.device) -> None:

@@ -65,8 +65,9 @@ def test_a_table_a_file_and_a_json_line(
         assert set(row) == FIELDS
         assert row["num_answers"] == 2 and row["num_tokens"] <= 24
         assert len(row["acceptance_rates"]) == row["k"]
-        length = 1 + sum(row["acceptance_rates"])
-        assert row["mean_acceptance_length"] == pytest.approx(length, rel=1e-3)
+        rates, length = row["acceptance_rates"], row["mean_acceptance_length"]
+        # The last steps of an answer have room for fewer drafts.
+        assert 1 + rates[0] - 1e-3 <= length <= 1 + sum(rates) + 1e-3
         assert row["plain_tokens_per_s"] > 0
         assert (row["tokens_per_s"] is None) == (row["speedup"] is None) == (row["k"] != 2)
 
@@ -120,6 +121,7 @@ def test_a_model_without_a_chat_template_needs_raw(
         (["-sc", NGRAM, "--questions", "EMPTY"], "is empty"),
         (["-sc", NGRAM, "--questions", "LONG"], "no room for its answer"),
         (["-sc", '{"method": "ngram"}'], "--speed-k"),
+        (["-sc", NGRAM.replace("2", '"auto"', 1)], "number are timed: give --speed-k"),
         (["-sc", NGRAM, "--k", "17"], "1 to 16"),
         (["-sc", NGRAM, "--k", "a"], "such as 1,8"),
         (["-sc", NGRAM, "--temperature", "-1"], "such as 0,1"),

@@ -11,6 +11,7 @@ import pytest
 
 from stoop import LLM, SamplingParams
 from stoop.core.outputs import CompletionOutput
+from support.draft_policies import RandomDrafts
 from support.grammars import make_grammar_llm, schema_params, tell
 
 EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
@@ -123,6 +124,36 @@ def test_heads_in_graphs_change_nothing(
     assert ids(answer(llm, params)) == ids(answer(plain, loose))
     last = "VUPD" if backend == "reference" and num_drafts > 1 else "VUP"
     assert last in llm.engine.runner.executor.managers
+
+
+@pytest.mark.parametrize("method", ["oracle", "eagle3"])
+@pytest.mark.parametrize("mode", ["step", "full"])
+def test_the_number_of_drafts_changes_nothing(
+    model: Path, head: Path, method: str, mode: str
+) -> None:
+    """Masks are as wide as the step has places, and drafts without a place are never masked."""
+    count = 16
+    _, params = schema_params(count, 13)
+    params[::3] = [each.replace(temperature=1.0, seed=4) for each in params[::3]]
+    params[1::5] = [SamplingParams(temperature=0, max_tokens=12)] * len(params[1::5])
+    wanted = ids(answer(make_grammar_llm(model), params))
+    spec = {"method": method, "num_speculative_tokens": K, "adaptive": True}
+    if method == "eagle3":
+        spec["model"] = str(head)
+    llm = make_grammar_llm(
+        model,
+        speculative_config=spec,
+        graph_mode=mode,
+        capture_sizes="8",
+        capture_structured=True,
+        sanitize=True,
+    )
+    llm.engine.core.drafts = policy = RandomDrafts((0, 1, 3), seed=2)
+    tell(make_prompts(count), wanted, 0.3)
+    answers = answer(llm, params)
+    assert ids(answers) == wanted and set(policy.chosen) == {0, 1, 3}
+    verified = [each.spec.num_draft_tokens_per_pos for each in answers if each.spec]
+    assert sum(counts[0] for counts in verified) > sum(counts[2] for counts in verified) > 0
 
 
 @pytest.mark.parametrize(

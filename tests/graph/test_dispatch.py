@@ -17,7 +17,7 @@ from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import BatchShape, Dispatcher, default_sizes
 from stoop.graph.manager import CudaGraphManager
 from stoop.graph.phases import AttentionState, Phase
-from stoop.graph.plan import GraphLimits, plan_graphs
+from stoop.graph.plan import MANY_TOKENS, GraphLimits, plan_graphs
 from stoop.graph.refusals import MissingGraph
 from stoop.graph.support import GraphSupport
 from stoop.graph.tape import TapeBackend
@@ -156,12 +156,13 @@ def test_default_sizes(limit: int) -> None:
 
 
 LIMITS = st.builds(
-    lambda max_reqs, more, query_len, sizes: GraphLimits(
-        max_reqs, max_reqs * query_len + more, (query_len,), sizes
+    lambda max_reqs, more, query_lens, sizes: GraphLimits(
+        max_reqs, max_reqs * query_lens[-1] + more, query_lens, sizes
     ),
     st.integers(1, 700),
     st.sampled_from([0, 1, 7, 500, 8192]),
-    st.integers(1, 6),
+    st.integers(1, 6).map(lambda query_len: (query_len,))
+    | st.sampled_from([(1, 2), (1, 2, 4), (1, 2, 3, 6), (1, 2, 3, 5, 9, 17)]),
     st.none() | st.lists(st.integers(1, 800), max_size=6).map(tuple),
 )
 MODES = st.sampled_from(list(GraphMode))
@@ -183,9 +184,9 @@ def test_plan_holds_no_nonsense(
         assert descriptor.num_reqs is None or 0 < descriptor.num_reqs <= limits.max_reqs
         if descriptor.query_len is not None:
             assert descriptor.mode is decode_mode and decode_mode >= F
-            assert descriptor.query_len == limits.query_lens[-1]
+            assert descriptor.query_len in limits.query_lens
             assert descriptor.num_reqs is not None
-            assert descriptor.num_tokens == descriptor.num_reqs * limits.query_lens[-1]
+            assert descriptor.num_tokens == descriptor.num_reqs * descriptor.query_len
             assert (descriptor.sampling is not None) == (decode_mode is S)
             assert limits.sizes is None or descriptor.num_reqs in limits.sizes
         else:
@@ -205,16 +206,40 @@ def test_every_decode_batch_finds_a_decode_graph(
     limits = replace(limits, sizes=None)
     decode_mode = mode.decode_mode(support, limits.query_lens[-1])
     dispatcher = Dispatcher(plan_graphs(mode, support, limits))
-    for reqs, kind in product(range(1, min(limits.max_reqs, 512) + 1), SamplingKind):
-        shape = BatchShape(reqs, reqs * limits.query_lens[-1], True, kind)
-        found = dispatcher.dispatch(shape)
-        if decode_mode >= F:
-            assert found.mode is decode_mode and found.query_len == limits.query_lens[-1]
-            assert found.num_reqs is not None and reqs <= found.num_reqs <= limits.max_reqs
-            assert found.sampling is (kind if decode_mode is S else None)
-        elif shape.num_tokens <= 512:
-            assert found.mode is decode_mode
-        assert found.num_tokens >= shape.num_tokens
+    for query_len in limits.query_lens:
+        varies = len(limits.query_lens) > 1 and query_len > 1
+        captured = default_sizes(limits.max_reqs)
+        if varies:
+            captured = [size for size in captured if size * query_len <= MANY_TOKENS]
+        for reqs, kind in product(range(1, captured[-1] + 1), SamplingKind):
+            shape = BatchShape(reqs, reqs * query_len, True, kind)
+            found = dispatcher.dispatch(shape)
+            if decode_mode >= F:
+                assert found.mode is decode_mode and found.query_len == query_len
+                assert found.num_reqs is not None and reqs <= found.num_reqs <= limits.max_reqs
+                assert found.num_reqs - reqs < (32 if varies else 64), "little padding"
+                assert found.sampling is (kind if decode_mode is S else None)
+            elif shape.num_tokens <= 512:
+                assert found.mode is decode_mode
+            assert found.num_tokens >= shape.num_tokens
+
+
+def test_few_graphs_verify_many_drafts_where_their_number_varies() -> None:
+    def sizes_of(limits: GraphLimits) -> dict[int | None, list[int | None]]:
+        plan = plan_graphs(GraphMode.FULL_DECODE_ONLY, GraphSupport.UNIFORM, limits)
+        lens = limits.query_lens
+        return {each: [d.num_reqs for d in plan if d.query_len == each] for each in lens}
+
+    limits = GraphLimits(250, 8192, (1, 2, 4, 8), None)
+    assert sizes_of(limits) == {
+        1: default_sizes(250),
+        2: [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 250],
+        4: [1, 2, 4, 8, 16, 32, 64, 96, 128],
+        8: [1, 2, 4, 8, 16, 32, 64],
+    }
+    assert sizes_of(replace(limits, query_lens=(8,))) == {8: default_sizes(250)}
+    given = replace(limits, sizes=(3, 24, 200))
+    assert sizes_of(given) == {query_len: [3, 24, 200] for query_len in (1, 2, 4, 8)}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -66,7 +66,9 @@ ONLY_OURS = {
     "counter": [
         "stoop_steps",
         "stoop_steps_by_drafts",
+        "stoop_requests_computed_again",
         "stoop_spec_drafts_not_made",
+        "stoop_spec_draft_tokens_by_position",
         "stoop_step_seconds",
         "stoop_tokens_computed",
         "stoop_tokens_padded",
@@ -177,10 +179,12 @@ def test_values_come_from_the_core() -> None:
     assert value(metrics, "stoop_prefix_cache_hit_tokens_total") == 64
     assert value(metrics, "stoop_steps_total", mode="full") == 20
     assert value(metrics, "stoop_steps_by_drafts_total", drafts="3") == 18
+    assert value(metrics, "stoop_requests_computed_again_total") == 6
     assert value(metrics, "stoop_spec_drafts_not_made_total") == 36
     assert value(metrics, "stoop_tokens_padded_total") == 50
     assert value(metrics, "stoop_spec_accepted_tokens_by_position_total", position="1") == 20
     assert value(metrics, "stoop_spec_accepted_tokens_by_position_total", position="3") == 7
+    assert value(metrics, "stoop_spec_draft_tokens_by_position_total", position="3") == 20
     assert value(metrics, "stoop_core_healthy") == 1
     assert value(metrics, "stoop_requests_open") == 7
     assert value(metrics, "stoop_info", spec_method="eagle3", num_speculative_tokens="3") == 1
@@ -190,6 +194,7 @@ def test_vllm_labels() -> None:
     metrics = used(FakeCore(), vllm=True)
     per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert value(metrics, per_pos, position="0") == 20  # from 0, as in vLLM
+    assert value(metrics, "stoop_spec_draft_tokens_by_position_total", position="2") == 20
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(metrics, "vllm:request_success_total", finished_reason="length") == 0
     assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="512") == 1

@@ -264,6 +264,7 @@ def test_numbers_of_the_server(page: Page, script: Script) -> None:
     assert page.inner_text("#state") == "ready"
     assert page.locator("#acceptance li").all_inner_texts()[0].split() == ["draft", "1", "80", "%"]
     assert page.locator("#acceptance .fill1").evaluate("e => e.style.width") == "80%"
+    assert page.locator("#acceptance li").all_inner_texts()[2].split() == ["draft", "3", "35", "%"]
     expect(page.locator("#acceptance-note")).to_contain_text("2.60 tokens a step")
     assert (page.inner_text("#running"), page.inner_text("#waiting")) == ("5", "2")
     script.drafting = False  # the engine has measured that they do not pay

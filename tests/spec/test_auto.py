@@ -16,6 +16,7 @@ from stoop.engine import choose_drafter as chooser
 from stoop.engine import draft_costs, draft_trial
 from stoop.engine.choose_drafter import choose_drafter, choose_drafts, expand_auto
 from stoop.engine.draft_costs import CostStore, DraftCosts
+from stoop.engine.draft_policy import AdaptiveDrafts, usual_rates
 from stoop.engine.draft_trial import DraftTrial
 from stoop.models.registry import read_model_spec
 from stoop.worker.runner import ModelRunner
@@ -220,6 +221,12 @@ def test_options_without_a_model_are_those_of_the_shipped_head(target: str, tmp_
         assert config.spec is not None and config.draft_note == ""
         assert config.spec.folder == str(shipped.SHIPPED[target])
         assert (config.spec.method, config.spec.num_drafts) == ("eagle3", 2)
+    varied = {**given, "adaptive": True}
+    policy = LLM(
+        target, speculative_config=varied, graph_mode="full", **SETTINGS
+    ).engine.core.drafts
+    assert isinstance(policy, AdaptiveDrafts)
+    assert policy.acceptance.usual == usual_rates(LENGTHS, 2), "what the head's benchmarks say"
     with pytest.raises(ConfigError, match="eagle"):
         LLM(target, speculative_config={"method": "eagle", "num_speculative_tokens": 2}, **SETTINGS)
     other = str(write_target(tmp_path / "other", num_layers=4))

@@ -18,7 +18,7 @@ class RandomDrafts:
         self.num_drafts = 0
         self.left = 0  # steps
         self.chosen: list[int] = []
-        self.decoded: set[int] = set()  # chosen for steps of decodes only
+        self.query_lens: set[int] = set()  # of steps in which all rows decode
 
     def choose(self, scheduler: Scheduler) -> None:
         if self.left == 0:
@@ -33,7 +33,7 @@ class RandomDrafts:
     def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
         assert plan.num_drafts <= self.counts[-1] and len(result.rows) == len(plan.rows)
         if all(row.decodes for row in plan.rows):
-            self.decoded.add(plan.num_drafts)
+            self.query_lens.add(plan.rows[0].num_tokens)
 
     def metrics(self) -> dict[str, Any]:
         return {}

@@ -96,7 +96,7 @@ class FakeStream:
         self.ids = list(prompt["prompt_token_ids"])
         self.prompt = prompt.get("prompt")
         self.answers = [
-            CompletionOutput(index, "", [], spec=SpecCounts(1, 2, 0, [0, 0]))
+            CompletionOutput(index, "", [], spec=SpecCounts(1, 2, 0, [0, 0], [1, 1]))
             for index in range(params.n)
         ]
         self.items = self._joined() if final_only else self._items()

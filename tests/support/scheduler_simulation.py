@@ -36,6 +36,7 @@ class World:
     depth: int = 1  # the most steps in flight: the engine's run_ahead + 1
     num_drafts: int = 0  # K
     drafter_has_kv: bool = False
+    varies: str = ""  # what varies the number of drafts: "policy", "trial"; nothing if empty
     num_snapshots: int = 0  # layers have recurrent state; 0: without snapshots, or without state
 
     @property
@@ -112,6 +113,8 @@ class Simulation:
         self.by_id: dict[str, Request] = {}  # the newest of each id
         self.told: dict[str, list[int]] = {}  # tokens of all their deltas
         self.num_steps = 0
+        self.choices = random.Random(repr(world))  # of numbers of drafts
+        self.redrafts_left = 40
 
     # ---- what may happen ----
 
@@ -149,8 +152,33 @@ class Simulation:
         self._check_books()
         return request.request_id
 
+    def vary_drafts(self, num_drafts: int, redraft: bool) -> None:
+        """As the policy of an engine does."""
+        scheduler = self.scheduler
+        scheduler.num_places = scheduler.num_drafts = num_drafts
+        if redraft and self.redrafts_left and scheduler.undrafted:
+            scheduler.redraft = True
+            self.redrafts_left -= 1
+
+    def try_drafts(self, num_places: int, num_drafts: int, keeps_drafter_kv: bool) -> None:
+        """As the trial of an engine on a CPU does."""
+        scheduler = self.scheduler
+        scheduler.num_places, scheduler.num_drafts = num_places, num_drafts
+        scheduler.keeps_drafter_kv = keeps_drafter_kv
+
+    def _choose_drafts(self) -> None:
+        """Another number, now and then."""
+        rng, most = self.choices, self.world.num_drafts
+        if not self.world.varies or rng.random() < 0.7:
+            return
+        if self.world.varies == "policy":
+            self.vary_drafts(rng.choice((0, most // 2, most)), rng.random() < 0.3)
+        else:
+            self.try_drafts(rng.choice((0, most)), rng.choice((0, most)), rng.random() < 0.7)
+
     def launch(self) -> bool:
         """Whether there was something to do before the next result is known."""
+        self._choose_drafts()
         before, pending = self._snapshot(), bool(self.in_flight)
         plan = self.scheduler.schedule(results_pending=pending)
         preempted = self.scheduler.stats.num_preemptions > before["preemptions"]
@@ -162,7 +190,8 @@ class Simulation:
         self.num_steps += 1
         self._check_plan(plan, before)
         self._check_books()
-        self.in_flight.append(self.worker.execute(plan, self._shared_blocks()))
+        num_places = self.scheduler.num_places
+        self.in_flight.append(self.worker.execute(plan, self._shared_blocks(), num_places))
         self._check_bounds()
         return True
 
@@ -219,15 +248,18 @@ class Simulation:
         return request is None or request.epoch != row.epoch
 
     def _snapshot(self) -> dict[str, Any]:
+        """What a plan starts from; those that are computed again wait."""
         scheduler = self.scheduler
+        again = scheduler.undrafted if scheduler.redraft and not self.in_flight else []
+        running = [r for r in scheduler.running if r not in again]
         return {
-            "waiting": list(scheduler.waiting),
-            "running": list(scheduler.running),
+            "waiting": sorted([*scheduler.waiting, *again], key=lambda r: r.order),
+            "running": running,
             "preemptions": scheduler.stats.num_preemptions,
             "steps": scheduler.stats.num_steps,
             "free": scheduler.pool.num_free,
-            "computed": [r.num_computed for r in scheduler.running],
-            "in flight": [list(r.in_flight) for r in scheduler.running],
+            "computed": [r.num_computed for r in running],
+            "in flight": [list(r.in_flight) for r in running],
         }
 
     def _check_plan(self, plan: StepPlan, before: dict[str, Any]) -> None:
@@ -241,7 +273,8 @@ class Simulation:
         order = [(not row.decodes, row.num_tokens) for row in plan.rows]
         assert order == sorted(order), "decodes do not lead"
         for row in plan.rows:
-            assert not row.decodes or row.num_tokens == world.query_len, "a decode lacks places"
+            wanted = scheduler.num_places + 1
+            assert not row.decodes or row.num_tokens == wanted, "a decode lacks places"
             past = row.num_computed + row.num_tokens
             assert row.seq_len == min(past, world.max_model_len), "a wrong bound of lengths"
             reserved = min(past + world.lookahead, world.max_model_len)
@@ -434,6 +467,8 @@ def run_traffic(
         totals["drafted"] += stats.spec.num_draft_tokens
         totals["accepted"] += stats.spec.num_accepted_tokens
         totals["dead"] += sim.worker.num_dead_rows
+        totals["again"] += stats.num_computed_again
+        totals["without place"] += sim.worker.num_without_place
     return totals
 
 
@@ -457,6 +492,14 @@ TIGHT_SPECULATIVE = dataclasses.replace(
 def run_ahead_world(rng: random.Random) -> World:
     world = World.draw_speculative(rng) if rng.random() < 0.6 else World.draw(rng)
     return dataclasses.replace(world, depth=rng.choice((2, 3, 5)))
+
+
+def varied_world(rng: random.Random) -> World:
+    """The number of drafts varies from step to step, also with recurrent layers."""
+    world = recurrent_world(rng) if rng.random() < 0.6 else World.draw_speculative(rng)
+    if not world.num_drafts:
+        world = World.draw_speculative(rng)
+    return dataclasses.replace(world, varies=rng.choice(("policy", "trial")))
 
 
 def recurrent_world(rng: random.Random) -> World:

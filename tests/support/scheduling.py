@@ -1,5 +1,6 @@
 """Requests, schedulers, and steps with a worker that always answers."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ def make_scheduler(
     prefix_caching: bool = True,
     num_drafts: int = 0,
     drafter_has_kv: bool = False,
+    drafter_max_len: int = sys.maxsize,
     zero_new_blocks: bool = False,
 ) -> Scheduler:
     config = ScheduleConfig(
@@ -55,6 +57,7 @@ def make_scheduler(
         chunked,
         num_drafts=num_drafts,
         drafter_has_kv=drafter_has_kv,
+        drafter_max_len=drafter_max_len,
     )
     cache = CacheConfig(
         block_size=block_size,

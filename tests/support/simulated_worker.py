@@ -77,6 +77,7 @@ class BookkeepingWorker:
         self.num_computed = [0] * num_slots
         self.num_drafts = [0] * num_slots
         self.draft_limit = [0] * num_slots
+        self.has_gap = [False] * num_slots  # the drafter lacks KV of the slot's last tokens
         self.token_limit = [0] * num_slots
         self.admissions: list[Admission | None] = [None] * num_slots
         self.block_table = [[NULL_BLOCK] * max_blocks for _ in range(num_slots)]
@@ -87,9 +88,12 @@ class BookkeepingWorker:
             self.states = SlotStates(num_slots, world.query_len, self._computed)
         self.luck = random.Random(0)
         self.num_dead_rows = 0
+        self.num_without_place = 0  # drafts that the next step had no place for
 
-    def execute(self, plan: StepPlan, no_writes: set[int]) -> StepResult:
-        """Run a plan. no_writes: blocks that other requests may read"""
+    def execute(self, plan: StepPlan, no_writes: set[int], num_places: int) -> StepResult:
+        """Run a plan. no_writes: blocks that other requests may read; num_places: drafts that a
+        decode has places for"""
+        self.query_len = num_places + 1
         if self.states is not None:
             self.states.save_ended(plan.copies)
         self._stage(plan)
@@ -113,11 +117,8 @@ class BookkeepingWorker:
             for row, context in zip(live, contexts, strict=True):
                 self.states.commit(row.slot, context)
             self.states.save(plan.copies)
-        if self.world.drafter_has_kv:
-            self._draft_prefill(live, contexts, counts)
-        places: set[Place] = set()
-        for row in live:
-            self._draft(row, places)
+        if plan.num_drafts:
+            self._run_drafter(plan.num_drafts, live, contexts, counts)
         dead = RowResult("", -1, [])
         rows = [
             dataclasses.replace(
@@ -138,6 +139,8 @@ class BookkeepingWorker:
             stop = append.start + len(append.block_ids)
             assert stop <= len(row), "a block append overruns its row"
             row[append.start : stop] = append.block_ids
+        for slot in plan.no_drafts:
+            self.has_gap[slot] = True
 
     def _zero(self, plan: StepPlan) -> None:
         """Zeroed blocks hold no text: all that requests get in this step, and no others."""
@@ -161,6 +164,7 @@ class BookkeepingWorker:
         self.num_tokens[slot] = len(tokens)
         self.num_computed[slot] = admission.num_computed
         self.num_drafts[slot] = 0
+        self.has_gap[slot] = False
         self.draft_limit[slot] = admission.rules.num_drafts
         limit = admission.num_prompt_tokens + admission.rules.max_tokens
         self.token_limit[slot] = min(limit, self.world.max_model_len)
@@ -201,7 +205,7 @@ class BookkeepingWorker:
             decodes = known - start == 1 and start >= row.num_prompt_tokens
             assert row.num_computed >= start, "the host's bound of what is computed is too low"
             assert decodes or row.num_computed == start, "a chunk is not where the host thinks"
-            decodes &= row.num_tokens == self.world.query_len  # one just resumed may have less
+            decodes &= row.num_tokens == self.query_len  # one just resumed may have less
             assert decodes == row.decodes, "host and device disagree on which rows decode"
             dead = row.num_tokens - self._num_live(row)
             assert not dead or row.decodes, "a row computes unknown tokens"
@@ -210,6 +214,7 @@ class BookkeepingWorker:
             for position in range(start, start + self._num_live(row)):
                 place = self._claim(row, position, places)
                 self.written[place] = (keys[position], text[position])
+                self.draft_written[place] = REJECTED  # until the drafter follows
 
     def _check_reads(self, row: PlannedRow) -> None:
         keys = text_keys(self.text(row.slot, drafts=True))
@@ -228,7 +233,9 @@ class BookkeepingWorker:
             self.num_computed[slot] += row.num_tokens
             return RowResult(row.request_id, row.epoch, [])
         verified = self.num_computed[slot] + live - self.num_tokens[slot]
-        assert verified == self.num_drafts[slot], "a draft has no place in the step"
+        fits = min(self.num_drafts[slot], self.query_len - 1)
+        assert verified == fits, "a draft has no place in the step"
+        self.num_without_place += self.num_drafts[slot] - verified
         known, text = self.num_tokens[slot], self.text(slot)
         drafts = self.token_ids[slot][known : known + verified]
         while True:
@@ -254,10 +261,31 @@ class BookkeepingWorker:
 
     # ---- the drafter ----
 
-    def _draft_prefill(self, rows: list[PlannedRow], contexts: list[int], live: list[int]) -> None:
-        """Over the step's positions, each with the token that follows it."""
+    def _run_drafter(
+        self, num_drafts: int, rows: list[PlannedRow], contexts: list[int], live: list[int]
+    ) -> None:
+        """Without KV it makes as many drafts as requests want; the next step takes some."""
+        # What the real one computes after a gap is used by no one, as if it were not there.
+        able = [
+            each
+            for each in zip(rows, contexts, live, strict=True)
+            if not self.has_gap[each[0].slot]
+        ]
+        if self.world.drafter_has_kv:
+            self._draft_prefill(able)
+        else:
+            num_drafts = self.world.num_drafts
         places: set[Place] = set()
-        for row, start, count in zip(rows, contexts, live, strict=True):
+        for row, _, _ in able:
+            self._draft(row, num_drafts, places)
+
+    def _draft_prefill(self, rows: list[tuple[PlannedRow, int, int]]) -> None:
+        """Over the step's positions, each with the token that follows it.
+
+        rows: with what was computed before, and how many of their tokens are live
+        """
+        places: set[Place] = set()
+        for row, start, count in rows:
             text = self.text(row.slot)
             keys = text_keys(text)
             for position in range(start, start + count):
@@ -265,7 +293,7 @@ class BookkeepingWorker:
                 known = position + 1 < len(text)
                 value = (keys[position + 1], text[position + 1]) if known else REJECTED
                 self.draft_written[place] = value
-        for row, start, count in zip(rows, contexts, live, strict=True):
+        for row, start, count in rows:
             text = self.text(row.slot)
             keys = text_keys(text)
             for position in range(min(start + count, len(text) - 1)):
@@ -273,10 +301,10 @@ class BookkeepingWorker:
                 assert found is not None, f"{row.request_id} drafts from KV that was never written"
                 assert found[0] == keys[position + 1], f"{row.request_id} drafts from another text"
 
-    def _draft(self, row: PlannedRow, places: set[Place]) -> None:
+    def _draft(self, row: PlannedRow, num_drafts: int, places: set[Place]) -> None:
         """Draft tokens after the known ones, and write the drafter's KV of all but the last."""
         slot, known = row.slot, self.num_tokens[row.slot]
-        room = min(self.draft_limit[slot], self.token_limit[slot] - 1 - known)
+        room = min(num_drafts, self.draft_limit[slot], self.token_limit[slot] - 1 - known)
         for number in range(room if row.samples else 0):
             if number and self.world.drafter_has_kv:
                 place = self._claim(row, known - 2 + number, places)

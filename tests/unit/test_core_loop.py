@@ -1,13 +1,14 @@
 """The loop of a core in a process of its own, without processes: commands in, messages out."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta, EngineRequest
-from stoop.core.step import StepPlan, TokenScores
+from stoop.core.step import StepPlan, StepResult, TokenScores
 from stoop.engine.core import EngineCore
 from stoop.engine.core_loop import (
     BUSY_SECONDS,
@@ -16,6 +17,7 @@ from stoop.engine.core_loop import (
     CoreBroken,
     CoreLoop,
 )
+from stoop.engine.draft_policy import HeldDrafts, StepTime
 from stoop.engine.wire import (
     Abort,
     Add,
@@ -29,7 +31,7 @@ from stoop.engine.wire import (
     encode,
 )
 from support.fake_executor import FakeExecutor
-from support.scheduling import make_rules
+from support.scheduling import GREEDY, make_rules
 
 
 class Bench:
@@ -248,3 +250,35 @@ def test_a_request_whose_grammar_is_compiled_survives_the_failure_of_others() ->
     assert [each.request_ids for each in bench.of(Lost)] == [["a"]]
     assert bench.loop.core.knows("waiting") and bench.loop.has_work
     assert bench.loop.core.open_requests == ["waiting"]
+
+
+# ---- times of steps ----
+
+
+class NotedTimes(HeldDrafts):
+    """Keeps what it hears of the times of steps."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.times: list[StepTime | None] = []
+
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
+        self.times.append(time)
+
+
+def test_a_wait_for_a_grammar_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor(num_blocks=64)
+    core = EngineCore(ScheduleConfig(128, 2, 64, True), CacheConfig(block_size=4), executor)
+    core.drafts = noted = NotedTimes()
+    grammar = SimpleNamespace(done=False, error=None, wait=lambda seconds: None)
+    monkeypatch.setattr(executor, "compile_grammar", lambda asked: grammar, raising=False)
+    asked = GREEDY.replace(structured_outputs={"regex": "a"})
+    core.add([EngineRequest("a", (1, 2, 3), make_rules(2))])
+    core.add([EngineRequest("b", (1, 2, 3), make_rules(2, asked))])
+    while core.scheduler.has_work:
+        core.step()
+    assert core.has_work and core.step() == []
+    grammar.done = True
+    while core.has_work:
+        core.step()
+    assert [time is None for time in noted.times] == [True, False, True, False]

@@ -1,14 +1,16 @@
 """How many drafts a step makes, by times given by hand."""
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoop.core.step import RowResult, StepPlan, StepResult
+from stoop.core.step import PlannedRow, RowResult, StepPlan, StepResult
 from stoop.engine.draft_policy import (
     EVERY,
     FIRST_GAP,
@@ -24,8 +26,12 @@ from stoop.engine.draft_policy import (
     expected_tokens,
     usual_rates,
 )
+from stoop.scheduler.scheduler import Scheduler
+from support.scheduling import make_request, make_rules, make_scheduler
+from support.scheduling import step as take_step
 
 COUNTS = (0, 1, 3)
+RULES = (make_rules(num_drafts=3), make_rules(num_drafts=0))
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # A memory-bound step takes 4 ms however few tokens it has; above 128 tokens it takes as long as
 # they are many. A draft takes 0.2 ms more.
@@ -37,6 +43,14 @@ TIMES = StepTimes(
         if size * (count + 1) <= 512
     }
 )
+
+
+def make_batch(
+    num_reqs: int, drafted: int, lacking: int = 0, tokens_lacking: int = 0, scale: float = 1.0
+) -> Batch:
+    """Of requests that want as many drafts as there are."""
+    counts = (Counter([3] * count) for count in (drafted, lacking))
+    return Batch(num_reqs, *counts, tokens_lacking, scale)
 
 
 class Row(NamedTuple):
@@ -57,7 +71,7 @@ def settled(policy: AdaptiveDrafts, num_reqs: int, rate: float, steps: int = 400
         if step % EVERY == 0:
             drafted = num_reqs if has_kv else 0
             lacking = num_reqs - drafted
-            if policy.decide(Batch(num_reqs, drafted, lacking, lacking * known)):
+            if policy.decide(make_batch(num_reqs, drafted, lacking, lacking * known)):
                 seconds += num_reqs * known * policy.times.seconds_per_token
                 has_kv = True
         count = policy.num_drafts
@@ -105,11 +119,11 @@ def test_a_head_that_is_never_right_is_left_out_soon() -> None:
 def test_drafts_come_back_when_the_batch_shrinks() -> None:
     """What the drafter lacks is computed again once going without has cost as much."""
     policy = AdaptiveDrafts(TIMES, COUNTS)
-    policy.decide(Batch(256, 256))
+    policy.decide(make_batch(256, 256))
     assert policy.num_drafts == 0
     lacking = 4 * 300
     steps = 0
-    while not policy.decide(Batch(4, 0, 4, lacking)):
+    while not policy.decide(make_batch(4, 0, 4, lacking)):
         assert policy.num_drafts == 0
         steps += EVERY
     assert policy.num_drafts == 3
@@ -117,8 +131,8 @@ def test_drafts_come_back_when_the_batch_shrinks() -> None:
     cost = lacking * TIMES.seconds_per_token + REFILL * 0.004
     assert cost / (0.004 * gain) - EVERY <= steps <= cost / (0.004 * gain) + EVERY
     policy = AdaptiveDrafts(TIMES, COUNTS)
-    policy.decide(Batch(256, 256))
-    assert not any(policy.decide(Batch(256, 0, 256, 9)) for _ in range(999)), "no gain"
+    policy.decide(make_batch(256, 256))
+    assert not any(policy.decide(make_batch(256, 0, 256, 9)) for _ in range(999)), "no gain"
 
 
 def test_drafts_that_do_not_last_come_back_later_and_later() -> None:
@@ -128,7 +142,7 @@ def test_drafts_that_do_not_last_come_back_later_and_later() -> None:
     for step in range(0, 20000, EVERY):
         drafted = 0 if policy.num_drafts == 0 else 1
         if policy.decide(
-            Batch(1, drafted, 1 - drafted, 50 * (1 - drafted), 0.02 if drafted else 1)
+            make_batch(1, drafted, 1 - drafted, 50 * (1 - drafted), 0.02 if drafted else 1)
         ):
             again.append(step)
     gaps = [b - a for a, b in pairwise(again)]
@@ -137,7 +151,7 @@ def test_drafts_that_do_not_last_come_back_later_and_later() -> None:
 
 def test_more_requests_than_any_graph_has_get_none() -> None:
     policy = AdaptiveDrafts(TIMES, COUNTS)
-    policy.decide(Batch(1000, 1000))
+    policy.decide(make_batch(1000, 1000))
     assert policy.num_drafts == 0
 
 
@@ -146,7 +160,7 @@ def test_probes_are_rare_and_rarer() -> None:
     policy.acceptance.add(3, 0, times=500)
     probes = []
     for step in range(0, 6000, EVERY):
-        policy.decide(Batch(8, 8))  # new requests all the time
+        policy.decide(make_batch(8, 8))  # new requests all the time
         if policy.num_drafts:
             assert policy.num_drafts == 1
             probes.append(step)
@@ -155,7 +169,7 @@ def test_probes_are_rare_and_rarer() -> None:
     assert gaps[0] <= 2 * FIRST_GAP + 2 * EVERY and gaps == sorted(gaps)
     assert LAST_GAP - EVERY <= gaps[-1] <= LAST_GAP + 3 * EVERY
     policy.acceptance.add(1, 1, times=500)  # better ones
-    policy.decide(Batch(8, 8))
+    policy.decide(make_batch(8, 8))
     assert policy.num_drafts > 0
 
 
@@ -163,7 +177,7 @@ def test_without_requests_that_get_drafts_there_is_no_probe() -> None:
     policy = AdaptiveDrafts(TIMES, COUNTS)
     policy.acceptance.add(3, 0, times=500)
     for _ in range(100):
-        assert not policy.decide(Batch(8, 0, 8, 10**9))
+        assert not policy.decide(make_batch(8, 0, 8, 10**9))
         assert policy.num_drafts == 0
 
 
@@ -173,12 +187,12 @@ def test_a_change_must_be_worth_it() -> None:
     policy = AdaptiveDrafts(even, COUNTS, [0.5, 0.2, 0.0])
     policy.acceptance.add(1, 1, times=250)
     policy.acceptance.add(1, 0, times=250)
-    policy.decide(Batch(8, 8))
+    policy.decide(make_batch(8, 8))
     chosen = []
     for step in range(200):
         policy.acceptance.add(1, step % 2, times=4)
         policy.acceptance.limit()
-        policy.decide(Batch(8, 8))
+        policy.decide(make_batch(8, 8))
         chosen.append(policy.num_drafts)
     changes = sum(a != b for a, b in pairwise(chosen))
     assert changes <= 2 * 200 * EVERY // LAST_GAP + 10, "but for probes, it stays as it is"
@@ -195,24 +209,24 @@ def observe(policy: AdaptiveDrafts, num_reqs: int, seconds: float, waited: float
 def test_long_contexts_favour_drafts(host_computes: bool) -> None:
     """Their KV is read once a step, whatever is verified."""
     policy = AdaptiveDrafts(TIMES, COUNTS, host_computes=host_computes)
-    policy.decide(Batch(64, 64))
+    policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 1
     expected = TIMES.at(64, 1)
     assert expected is not None
     observe(policy, 64, 3 * expected, 0.0 if host_computes else 2 * expected)
     assert policy.added == pytest.approx(2 * expected, rel=0.01)
-    policy.decide(Batch(64, 64))
+    policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 3
 
 
 def test_a_slow_host_favours_drafts() -> None:
     """A step takes it as long however many there are, so the more tokens the better."""
     policy = AdaptiveDrafts(TIMES, COUNTS)
-    policy.decide(Batch(64, 64))
+    policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 1
     observe(policy, 64, 0.0085, waited=0.0)
     assert policy.added == 0 and policy.host == pytest.approx(0.0085, rel=0.01)
-    policy.decide(Batch(64, 64))
+    policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 3
 
 
@@ -221,24 +235,199 @@ def test_a_slow_host_does_not_excuse_useless_drafts() -> None:
     policy = AdaptiveDrafts(TIMES, COUNTS)
     policy.acceptance.add(3, 0, times=500)
     observe(policy, 8, 0.011, waited=0.0)
-    policy.decide(Batch(8, 8))
+    policy.decide(make_batch(8, 8))
     assert policy.num_drafts == 0
 
 
 def test_prompts_do_not_count_as_what_steps_take() -> None:
     """A step with a long prompt takes many times as long as it would without."""
     policy = AdaptiveDrafts(TIMES, COUNTS)
-    policy.decide(Batch(8, 8))
+    policy.decide(make_batch(8, 8))
     observe(policy, 8, 5.0, waited=4.9)
     assert policy.added <= 3 * TIMES.at(8, 3)  # type: ignore[operator]
 
 
 def test_a_batch_of_worse_texts_gets_fewer() -> None:
     policy = AdaptiveDrafts(TIMES, COUNTS)
-    policy.decide(Batch(32, 32, scale=1.2))
+    policy.decide(make_batch(32, 32, scale=1.2))
     assert policy.num_drafts == 3
-    policy.decide(Batch(32, 32, scale=0.3))
+    policy.decide(make_batch(32, 32, scale=0.3))
     assert policy.num_drafts == 1
+
+
+def test_drafts_that_no_request_asked_for_are_not_made() -> None:
+    """A step that makes 3 drafts yields no more of requests that asked for 1."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.decide(Batch(8, Counter({1: 8})))
+    assert policy.num_drafts == 1
+    policy.decide(Batch(8, Counter({1: 4, 3: 4})))
+    assert policy.num_drafts == 3
+
+
+# ---- what it reads of the scheduler ----
+
+
+def make_running(
+    prompts: Sequence[Sequence[int]], num_plain: int = 4, wanted: Sequence[int] = (), **options: Any
+) -> Scheduler:
+    """Requests that ran some steps without drafts, so that the drafter lacks KV of them."""
+    options = {"num_drafts": 3, "drafter_has_kv": True, "max_num_seqs": len(prompts)} | options
+    scheduler = make_scheduler(**options)
+    for number, prompt in enumerate(prompts):
+        drafts = wanted[number] if wanted else 3
+        request = make_request(f"{number}", prompt, max_tokens=40, num_drafts=drafts)
+        scheduler.add(request)
+    take_step(scheduler)  # the prompts
+    scheduler.num_places = scheduler.num_drafts = 0
+    for _ in range(num_plain):
+        take_step(scheduler)
+    return scheduler
+
+
+def wants_redraft(policy: AdaptiveDrafts, scheduler: Scheduler, times: int = 400) -> bool:
+    """Whether it ever asks for what the drafter lacks."""
+    for _ in range(times):
+        policy.choose(scheduler)
+        if scheduler.redraft:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("keeps_prefixes", "tokens"), [(True, 2 * 5), (False, 2 * 10)])
+def test_it_counts_what_the_drafter_lacks(keeps_prefixes: bool, tokens: int) -> None:
+    scheduler = make_running([[1] * 5, [2] * 5, [3] * 5], wanted=[3, 1, 0])
+    policy = AdaptiveDrafts(TIMES, COUNTS, keeps_prefixes=keeps_prefixes)
+    assert [each.num_drafter_kv for each in scheduler.running] == [5] * 3
+    batch = policy._read_batch(scheduler)
+    assert (batch.num_reqs, batch.drafted, batch.lacking) == (3, Counter(), Counter({3: 1, 1: 1}))
+    assert batch.tokens_lacking == tokens
+    assert wants_redraft(policy, scheduler)
+    take_step(scheduler)
+    batch = policy._read_batch(scheduler)
+    assert (batch.drafted, batch.lacking, batch.tokens_lacking) == ({3: 1, 1: 1}, {}, 0)
+    assert scheduler.stats.num_computed_again == 2
+
+
+def test_requests_past_the_drafters_positions_are_left_alone() -> None:
+    """To compute their tokens again would give them no drafts."""
+    scheduler = make_running([[1] * 5], drafter_max_len=10)
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    assert scheduler.running[0].num_tokens == 10 and scheduler.undrafted == []
+    assert policy._read_batch(scheduler) == Batch(1, Counter())
+    assert not wants_redraft(policy, scheduler)
+    shorter = make_running([[1] * 5], num_plain=3, drafter_max_len=10)
+    assert shorter.undrafted == shorter.running and wants_redraft(policy, shorter)
+
+
+def test_requests_that_would_lose_their_slot_are_left_alone() -> None:
+    scheduler = make_running([[1] * 5])
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    urgent = make_request("urgent", [1], priority=-1, num_drafts=3)
+    scheduler.add(urgent)
+    assert scheduler.undrafted == [] and not wants_redraft(policy, scheduler)
+    scheduler.finish(urgent, "abort")
+    scheduler.add(make_request("later", [1], priority=1, num_drafts=3))
+    assert scheduler.undrafted == scheduler.running and wants_redraft(policy, scheduler)
+
+
+def test_requests_whose_drafts_are_better_get_more() -> None:
+    """All requests so far, and those in the batch."""
+    scheduler = make_running([[1] * 5, [2] * 5], num_plain=0)
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.acceptance.add(1, 1, times=250)
+    policy.acceptance.add(1, 0, times=250)
+    assert policy._read_batch(scheduler).scale == 1.0
+    for request in scheduler.running:
+        request.num_drafted, request.num_first_accepted = 1000, 900
+    mean = policy.acceptance.rates[0]
+    assert policy._read_batch(scheduler).scale == pytest.approx(0.9 / mean, rel=0.01)
+    lookups = AdaptiveDrafts(TIMES, COUNTS, has_kv=False)
+    assert lookups._read_batch(scheduler).scale == 1.0, "they count hits only"
+
+
+def test_tokens_computed_again_are_no_hits_of_the_prefix_cache() -> None:
+    """They would show a rate that no traffic has."""
+    scheduler = make_running([[1] * 9], num_plain=4)
+    cache, request = scheduler.prefix_cache, scheduler.running[0]
+    before = (cache.num_queried_tokens, cache.num_hit_tokens)
+    scheduler.redraft = True
+    (admission,) = take_step(scheduler).admissions
+    assert scheduler.stats.num_computed_again == 1 and admission.num_computed == 8
+    assert (cache.num_queried_tokens, cache.num_hit_tokens) == before == (9, 0)
+    scheduler._preempt(request)
+    take_step(scheduler)
+    assert cache.num_queried_tokens == 9 + request.num_tokens - 1, "preemptions count"
+
+
+def test_drafts_not_made_are_those_that_decodes_asked_for() -> None:
+    scheduler = make_running([[1] * 5, [2] * 5, [3] * 5], num_plain=0, wanted=[3, 1, 0])
+    take_step(scheduler)
+    assert scheduler.stats.num_drafts_not_made == 3 + 1
+    scheduler.num_places = scheduler.num_drafts = 1
+    take_step(scheduler)
+    assert scheduler.stats.num_drafts_not_made == 3 + 1 + 2
+    alone = make_running([[1] * 9], num_plain=0, max_num_batched_tokens=4)
+    assert take_step(alone).num_drafts == 1, "prompts get the drafter's KV"
+    assert alone.stats.num_drafts_not_made == 0, "but no drafts"
+
+
+# ---- drafters that look drafts up, and may find none ----
+
+
+def look_up(hit_rate: float, rate: float) -> float:
+    """Serve 8 requests. Returns tokens a second, relative to steps without drafts.
+
+    A draft takes 0.3 steps, and a lookup finds all drafts or none.
+    """
+    times = StepTimes({(8, count): 1.0 + 0.3 * count for count in COUNTS})
+    policy = AdaptiveDrafts(times, COUNTS, has_kv=False)
+    scheduler = make_scheduler(num_blocks=9000, max_model_len=2000, max_num_seqs=8, num_drafts=3)
+    for number in range(8):
+        scheduler.add(make_request(f"{number}", [1], max_tokens=1999, num_drafts=3))
+    source, found = random.Random(1), [0] * 8
+    tokens = seconds = 0.0
+    for step in range(400):
+        policy.choose(scheduler)
+        plan = scheduler.schedule()
+        assert plan is not None
+        rows = []
+        for row in plan.rows:
+            verified, accepted = min(found[row.slot], row.num_tokens - 1), 0
+            while accepted < verified and source.random() < rate:
+                accepted += 1
+            rows.append(RowResult(row.request_id, row.epoch, [7] * (accepted + 1), verified))
+            found[row.slot] = plan.num_drafts if source.random() < hit_rate else 0
+            tokens += (accepted + 1) * (step >= 100)  # it learns before
+        policy.note(plan, StepResult(step, rows))
+        scheduler.update(StepResult(step, rows))
+        seconds += (1.0 + 0.3 * plan.num_drafts) * (step >= 100)
+    return tokens / seconds / 8
+
+
+def test_lookups_that_find_nothing_count_as_drafts_that_are_wrong() -> None:
+    assert look_up(0.2, 0.9) > 0.93, "as fast as without drafts, but for probes"
+    assert look_up(1.0, 0.9) > 1.5
+    assert look_up(0.8, 0.9) > 1.25
+
+
+def test_requests_that_want_no_drafts_miss_none() -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS, has_kv=False)
+    wants, declines = (PlannedRow("r", 0, 0, 4, 9, 13, 16, True, True, rules, 5) for rules in RULES)
+
+    def misses(*rows: tuple[PlannedRow, list[int]], num_drafts: int = 3) -> float:
+        before = policy.acceptance.rates[0]
+        plan = StepPlan(1, [row for row, _ in rows], num_drafts)
+        policy.note(plan, StepResult(1, [RowResult("r", 0, tokens) for _, tokens in rows]))
+        after = policy.acceptance.rates[0]
+        policy.acceptance = Acceptance([USUAL] * 3)
+        return round(PRIOR * (before / after - 1))
+
+    assert misses((wants, [1])) == 0, "there was no step before that could have drafted"
+    assert misses((wants, [1]), (wants, [1])) == 2
+    assert misses((wants, [1]), (declines, [1])) == 1
+    assert misses((wants, [1]), (wants, [])) == 1, "the other has ended"
+    assert misses((wants, [1]), num_drafts=0) == 1, "it had drafts, and makes none"
+    assert misses((wants, [1])) == 0
 
 
 # ---- acceptance ----
@@ -291,9 +480,14 @@ def test_times_are_those_of_the_next_captured_size() -> None:
 
 def test_it_says_how_many_drafts_at_how_many_requests() -> None:
     assert AdaptiveDrafts(TIMES, COUNTS).describe() == (
-        "3 drafts at 1 to 32 requests, 1 draft up to 64, none above"
+        "3 drafts at 1 to 32 requests, 1 draft up to 64, none above 64"
     )
     slow = StepTimes({(size, count): 1.0 + count for size in (1, 8) for count in COUNTS})
     assert AdaptiveDrafts(slow, COUNTS).describe() == "none at any number of requests"
     fast = StepTimes({(size, count): 1.0 for size in (1, 8) for count in COUNTS})
-    assert AdaptiveDrafts(fast, COUNTS).describe() == "3 drafts at any number of requests"
+    policy = AdaptiveDrafts(fast, COUNTS)
+    assert policy.describe() == "3 drafts at 1 to 8 requests, none above 8"
+    policy.decide(make_batch(9, 9))
+    assert policy.num_drafts == 0, "as it says"
+    alone = StepTimes({(1, count): 1.0 for count in COUNTS})
+    assert AdaptiveDrafts(alone, COUNTS).describe() == "3 drafts at 1 request, none above 1"

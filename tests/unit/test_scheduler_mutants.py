@@ -22,6 +22,7 @@ from support.scheduler_simulation import (
     run_ahead_world,
     run_traffic,
     run_traffic_of_all_kinds,
+    varied_world,
 )
 
 
@@ -485,9 +486,9 @@ def never_sure_to_end(ends_in_flight: Any) -> Any:
 def a_dead_row_yields_a_token(execute: Any) -> Any:
     """The device's own: an ended request goes on, past its stop token."""
 
-    def mutant(self: BookkeepingWorker, plan: StepPlan, no_writes: set[int]) -> StepResult:
+    def mutant(self: BookkeepingWorker, *args: Any) -> StepResult:
         with patched(BookkeepingWorker, "ended", lambda _: lambda self, slot: False):
-            return execute(self, plan, no_writes)
+            return execute(self, *args)
 
     return mutant
 
@@ -520,3 +521,58 @@ RUN_AHEAD_MUTANTS = [
 def test_run_ahead_traffic_notices_mutant(owner: Any, name: str, mutant: Any, noticed: str) -> None:
     with patched(owner, name, mutant), pytest.raises(AssertionError, match=noticed):
         run_traffic(range(40), run_ahead_world)
+
+
+# ---- the number of drafts varies ----
+
+
+def drafts_go_on_after_a_gap(lose_drafter_kv: Any) -> Any:
+    return lambda self: False
+
+
+def a_gap_begins_one_later(lose_drafter_kv: Any) -> Any:
+    def mutant(self: Request) -> bool:
+        new = lose_drafter_kv(self)
+        if new and self.num_drafter_kv is not None:
+            self.num_drafter_kv += 1
+        return bool(new)
+
+    return mutant
+
+
+def prompts_without_the_drafter(finish_plan: Any) -> Any:
+    """They are taken to have its KV all the same."""
+
+    def mutant(self: Scheduler, plan: PlanBuilder) -> StepPlan:
+        step = finish_plan(self, plan)
+        return dataclasses.replace(step, num_drafts=self.num_drafts)
+
+    return mutant
+
+
+def places_of_the_most_drafts(order_running: Any) -> Any:
+    def mutant(self: Scheduler) -> list[tuple[Request, int]]:
+        places, self.num_places = self.num_places, self.config.num_drafts
+        todo = order_running(self)
+        self.num_places = places
+        return list(todo)
+
+    return mutant
+
+
+VARIED_MUTANTS = [
+    (Request, "lose_drafter_kv", drafts_go_on_after_a_gap, "drafts from|goes on otherwise"),
+    (Request, "lose_drafter_kv", a_gap_begins_one_later, "drafts from|goes on otherwise"),
+    (Scheduler, "_finish_plan", prompts_without_the_drafter, "drafts from|goes on otherwise"),
+    (Scheduler, "_order_running", places_of_the_most_drafts, "no place in the step"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "noticed"),
+    VARIED_MUTANTS,
+    ids=[mutant.__name__ for _, _, mutant, _ in VARIED_MUTANTS],
+)
+def test_varied_traffic_notices_mutant(owner: Any, name: str, mutant: Any, noticed: str) -> None:
+    with patched(owner, name, mutant), pytest.raises(AssertionError, match=noticed):
+        run_traffic(range(40), varied_world)

@@ -17,6 +17,7 @@ from support.scheduler_simulation import (
     World,
     run_ahead_world,
     run_traffic,
+    varied_world,
 )
 
 CHUNKS = range(4 if os.environ.get("STOOP_TEST_ALL") else 2)  # of seeds
@@ -38,6 +39,14 @@ def test_random_speculative_traffic_keeps_every_invariant(chunk: int) -> None:
     kinds = ("preemptions", "hits", "aborts", "stops", "limits", "dead")
     assert min(totals[k] for k in kinds) > 20, totals
     assert totals["drafted"] > totals["accepted"] > 1000, totals
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_random_traffic_with_varying_drafts_keeps_every_invariant(chunk: int) -> None:
+    totals = run_traffic(range(chunk * 60, chunk * 60 + 60), varied_world)
+    kinds = ("preemptions", "hits", "aborts", "stops", "limits", "dead", "again", "restored")
+    assert min(totals[k] for k in kinds) > 20, totals
+    assert totals["drafted"] > totals["accepted"] > 500 and totals["without place"] > 100, totals
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 9])
@@ -129,6 +138,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 9))
     def abort(self, choice: int) -> None:
         self.sim.abort(choice)
+
+    @rule(count=st.integers(0, 3), redraft=st.booleans())
+    def vary_drafts(self, count: int, redraft: bool) -> None:
+        self.sim.vary_drafts(min(count, self.sim.world.num_drafts), redraft)
+
+    @rule(places=st.booleans(), drafts=st.booleans(), keeps_drafter_kv=st.booleans())
+    def try_drafts(self, places: bool, drafts: bool, keeps_drafter_kv: bool) -> None:
+        most = self.sim.world.num_drafts
+        self.sim.try_drafts(most * places, most * drafts, keeps_drafter_kv)
 
     @precondition(lambda self: self.sim.scheduler.has_work and self.sim.may_launch)
     @rule()

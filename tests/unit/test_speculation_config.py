@@ -31,13 +31,13 @@ def head_spec(method: Any = "eagle3") -> EagleSpec:
     return EagleSpec(method, tiny_spec(), target_hidden_size=8, target_vocab_size=32)
 
 
-def settle(given: Any, proposed: int | None = None) -> SpecConfig:
-    """As the engine does it, with a head where one is named."""
+def settle(given: Any, proposed: int | None = None, adaptive: bool = False) -> SpecConfig:
+    """As the engine does it, with a head where one is named. adaptive: as on a GPU"""
     options = parse_speculation(given)
     assert options is not None
     named = options.model is not None
     return settle_speculation(
-        options, head_spec() if named else None, "folder" if named else None, proposed
+        options, head_spec() if named else None, "folder" if named else None, proposed, adaptive
     )
 
 
@@ -126,6 +126,24 @@ def test_an_unknown_key_is_named_with_all_known_ones(key: Any) -> None:
 def test_keys_arrive(given: dict[str, Any], expected: dict[str, Any]) -> None:
     config = settle(given)
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "adaptive"),
+    [
+        ({}, True),
+        ({"adaptive": False}, False),
+        ({"draft_sample_method": "probabilistic"}, False),
+        ({"rejection_sample_method": "synthetic"}, False),
+        ({"rejection_sample_method": "synthetic", "adaptive": True}, True),
+        ({"rejection_sample_method": "synthetic", "num_speculative_tokens": "auto"}, True),
+    ],
+)
+def test_drafts_whose_number_matters_are_all_made(more: dict[str, Any], adaptive: bool) -> None:
+    """Unless the user asks for fewer: by default the number varies on a GPU."""
+    if "rejection_sample_method" in more:
+        more = {**more, "synthetic_acceptance_length": 2}
+    assert settle({**HEAD, **more}, adaptive=True).adaptive == adaptive
 
 
 def test_every_key_has_a_case() -> None:

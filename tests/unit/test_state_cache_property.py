@@ -57,11 +57,11 @@ def test_ends_of_requests_are_saved_and_used(monkeypatch: pytest.MonkeyPatch) ->
     used = []
     execute = BookkeepingWorker.execute
 
-    def watched(self: Any, plan: StepPlan, no_writes: set[int]) -> Any:
+    def watched(self: Any, plan: StepPlan, *args: Any) -> Any:
         for copy in plan.copies.ended if plan.copies else ():
             saved.add(copy.snapshot)
         used.extend(c for c in (plan.copies or StateCopies()).restores if c.snapshot in saved)
-        return execute(self, plan, no_writes)
+        return execute(self, plan, *args)
 
     monkeypatch.setattr(BookkeepingWorker, "execute", watched)
     run_traffic(range(40), recurrent_world)

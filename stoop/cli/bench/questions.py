@@ -13,7 +13,7 @@ from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import GRAPH_MODES, default_graph_mode
 from stoop.config.schema import DEFAULT_MODEL
-from stoop.config.speculation import MAX_DRAFTS, fixed_drafts, parse_speculation
+from stoop.config.speculation import AUTO, MAX_DRAFTS, fixed_drafts, parse_speculation
 
 if TYPE_CHECKING:
     from stoop.bench.questions import Prompts
@@ -123,7 +123,7 @@ def acceptance(
     if drafter is None:
         raise ConfigError("acceptance needs a drafter: give one with -sc")
     proposed = str(drafter.pop("num_speculative_tokens", ""))
-    counts, timed = _drafts(k), () if speed_k == "none" else _drafts(speed_k or proposed)
+    counts, timed = _drafts(k), _timed_drafts(speed_k, proposed)
     temperatures = _temperatures(temperature)
     check_file("--plot", plot, needs="matplotlib")
     check_file("--out", out)
@@ -163,6 +163,17 @@ def _drafts(text: str) -> tuple[int, ...]:
     if counts[-1] > MAX_DRAFTS:
         raise ConfigError(f"K = {counts[-1]}: use 1 to {MAX_DRAFTS} drafts per step")
     return tuple(counts)
+
+
+def _timed_drafts(asked: str | None, proposed: str) -> tuple[int, ...]:
+    if asked == "none":
+        return ()
+    if asked is None and proposed == AUTO:
+        raise ConfigError(
+            "-sc has num_speculative_tokens=auto, and engines with a fixed number are timed: give "
+            "--speed-k, such as 3 or none"
+        )
+    return _drafts(asked or proposed)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

@@ -81,24 +81,28 @@ export class Stats {
     const now = acceptance(sample, this.samples[0]);
     const found = now.numDrafts ? now : acceptance(sample, null);
     showBars(found.rates.slice(0, sample.num_drafts ?? found.rates.length));
-    const length = 1 + found.rates.reduce((sum, rate) => sum + rate, 0);
     const when = now.numDrafts ? "last minute" : "since the start";
     $("acceptance-note").textContent = !found.rates.length
       ? "This server runs without a drafter."
       : sample.drafting === false
         ? "Drafts are off: plain steps are faster on this machine now."
       : found.numDrafts
-        ? `${length.toFixed(2)} tokens a step, ${when}`
+        ? `${found.length.toFixed(2)} tokens a step, ${when}`
         : "No drafts yet.";
   }
 }
 
 function acceptance(sample, since) {
-  const counts = sample.spec_decode_num_accepted_tokens_per_pos ?? [];
-  const before = since?.spec_decode_num_accepted_tokens_per_pos ?? [];
+  const added = (key) =>
+    (sample[`spec_decode_num_${key}_per_pos`] ?? []).map(
+      (count, at) => count - (since?.[`spec_decode_num_${key}_per_pos`]?.[at] ?? 0),
+    );
   const numDrafts = (sample.spec_decode_num_drafts ?? 0) - (since?.spec_decode_num_drafts ?? 0);
-  const rates = counts.map((count, at) => (numDrafts > 0 ? (count - (before[at] ?? 0)) / numDrafts : 0));
-  return { numDrafts: Math.max(numDrafts, 0), rates };
+  const accepted = added("accepted_tokens");
+  const drafted = added("draft_tokens"); // a step may verify fewer drafts than another
+  const rates = accepted.map((count, at) => (drafted[at] > 0 ? count / drafted[at] : 0));
+  const total = accepted.reduce((sum, count) => sum + count, 0);
+  return { numDrafts: Math.max(numDrafts, 0), rates, length: 1 + total / Math.max(numDrafts, 1) };
 }
 
 // The bars are the legend of the tints, too.
