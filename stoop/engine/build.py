@@ -11,7 +11,6 @@ from stoop.config.resolve import log_ignored, resolve
 from stoop.config.schema import MAX_DEFAULT_SIZE, Config, EngineOptions, ModelSpec
 from stoop.config.speculation import asks_for_auto
 from stoop.core.report import Report
-from stoop.engine import draft_trial
 from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
 from stoop.engine.choose_weights import choose_packed
 from stoop.engine.core import EngineCore
@@ -135,9 +134,5 @@ def _make_trial(config: Config, choice: DrafterChoice) -> DraftTrial | None:
         return None
     if config.graph.mode != "none" or config.schedule.run_ahead:
         return None
-    num_drafts, store = choice.spec.num_drafts, choice.store
-    known = [each for each in store.of_several() if each.num_drafts == num_drafts]
-    trial = DraftTrial(num_drafts, choice.usual_tokens, store.add, known)
-    if choice.costs_known:
-        trial.early_gap = draft_trial.KNOWN_GAP
-    return trial
+    store = choice.store
+    return DraftTrial(choice.spec.num_drafts, choice.usual_tokens, store.add, store.undisturbed())

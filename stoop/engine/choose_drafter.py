@@ -49,7 +49,6 @@ class DrafterChoice:
     note: str = ""  # the reason, if the user did not choose
     store: CostStore | None = None  # where to keep what its drafts cost
     usual_tokens: Sequence[float] = ()  # tokens per step with 1, 2 ... drafts
-    costs_known: bool = False  # from earlier runs
 
 
 def expand_auto(given: Any, model: str, device: str) -> Any:
@@ -90,7 +89,7 @@ def choose_drafter(
     folder = shipped_head(target)
     if folder is None:
         return _choose_mtp(options, model, target, device, report)
-    num_drafts, note, store, known = GPU_DRAFTS, "the head that ships with stoop", None, False
+    num_drafts, note, store = GPU_DRAFTS, "the head that ships with stoop", None
     lengths = acceptance_lengths(folder)
     if device == "cpu":
         store = CostStore(options, model, folder, packed)
@@ -102,7 +101,7 @@ def choose_drafter(
         note += why
     wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
     spec = _settle(wanted, options, model, target, report, device, packed)
-    return DrafterChoice(spec, note, store, lengths, known)
+    return DrafterChoice(spec, note, store, lengths)
 
 
 def _choose_mtp(

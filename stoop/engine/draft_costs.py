@@ -62,9 +62,9 @@ class CostStore:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def of_several(self) -> list[DraftCosts]:
-        """With two requests or more, from runs that nothing disturbed."""
-        found = (self.load(1 << place) for place in range(1, MAX_LOAD.bit_length()))
+    def undisturbed(self) -> list[DraftCosts]:
+        """Of every load, from runs that no other program disturbed."""
+        found = (self.load(1 << place) for place in range(MAX_LOAD.bit_length()))
         return [each for each in found if each is not None and not each.busy]
 
     def _key_of(self, load: int) -> str:

@@ -18,8 +18,9 @@ log = logging.getLogger(__name__)
 WARM_STEPS = 3  # the first steps of a process take longer and are not counted
 PLAIN_SAMPLES = 5  # needed before anything is decided
 DRAFTED_SAMPLES = 16
-# Drafted steps between plain ones: at first, at first if earlier runs measured, and later.
-EARLY_GAP, KNOWN_GAP, LATE_GAP = 6, 25, 60
+# Drafted steps between plain ones: at first, with several requests, where drafts pay less often,
+# if earlier runs measured, and later.
+EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 6, 3, 25, 60
 PRIOR_STEPS = 16  # weight of the usual acceptance, in steps of a request
 WORTH_IT = 0.97  # drafts are switched off below this share of plain speed
 KEPT = 8  # samples of each kind that count, the newest
@@ -39,6 +40,7 @@ class Samples:
         self.drafted: deque[float] = deque(maxlen=4 * KEPT)
         self.busy = False
         self.since_plain = 0
+        self.kept = False  # for later runs
 
     @property
     def enough(self) -> bool:
@@ -60,15 +62,17 @@ class DraftTrial:
         known: Iterable[DraftCosts] = (),
     ) -> None:
         """usual_tokens: tokens per step with 1, 2 ... drafts; keep: called with the costs found;
-        known: what earlier runs found with several requests"""
+        known: what earlier runs found"""
         self.num_drafts = num_drafts
         self.usual_tokens = usual_tokens[min(num_drafts, len(usual_tokens)) - 1]
-        self.early_gap = EARLY_GAP
         self._keep = keep
         self._samples: dict[int, Samples] = {}  # by load
         self._num_steps = 0
+        known = list(known)
+        self._known = {each.load for each in known}
         # The lowest load with which drafts do not pay: for now, and with usual acceptance
-        hopeless = (each.load for each in known if not self._pays_usually(each))
+        same = (each for each in known if each.num_drafts == num_drafts)
+        hopeless = (each.load for each in same if not self._pays_usually(each))
         self._off_from = self._hopeless_from = min(hopeless, default=NEVER)
         self._restart_acceptance()
 
@@ -90,8 +94,14 @@ class DraftTrial:
         if not self.pays(num_reqs):
             return True
         samples = self._of(num_reqs)
-        gap = self.early_gap if len(samples.plain) < PLAIN_SAMPLES else LATE_GAP
-        return samples.since_plain >= gap
+        return samples.since_plain >= self._gap(samples, load_of(num_reqs))
+
+    def _gap(self, samples: Samples, load: int) -> int:
+        if len(samples.plain) >= PLAIN_SAMPLES:
+            return LATE_GAP
+        if load in self._known:
+            return KNOWN_GAP
+        return EARLY_GAP if load == 1 else SEVERAL_GAP
 
     def _of(self, num_reqs: int) -> Samples:
         return self._samples.setdefault(load_of(num_reqs), Samples())
@@ -107,8 +117,7 @@ class DraftTrial:
         samples.busy |= busy
         samples.plain.append(seconds)
         samples.since_plain = 0
-        if len(samples.plain) == PLAIN_SAMPLES and samples.enough:
-            self._keep(samples.costs(self.num_drafts, load_of(num_reqs)))
+        self._keep_once(samples, load_of(num_reqs))
 
     def note_drafted(self, seconds: float, num_tokens: int, num_reqs: int = 1) -> None:
         """Record the time of a step that verified drafts, and the tokens that it produced."""
@@ -120,8 +129,14 @@ class DraftTrial:
         samples.drafted.append(seconds)
         self._num_drafted += num_reqs
         self._num_tokens += num_tokens
+        self._keep_once(samples, load_of(num_reqs))
         if samples.enough:
             self._decide(samples.costs(self.num_drafts, load_of(num_reqs)))
+
+    def _keep_once(self, samples: Samples, load: int) -> None:
+        if samples.enough and not samples.kept:
+            samples.kept = True
+            self._keep(samples.costs(self.num_drafts, load))
 
     def note_idle(self) -> None:
         """No requests are left, and drafts may be accepted more often in the next ones."""

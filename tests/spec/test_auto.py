@@ -1,5 +1,6 @@
 """`speculative_config="auto"`: the head that comes with a model, where it pays."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -104,9 +105,20 @@ def test_fewer_drafts_in_one_run_do_not_mean_fewer_ever_after(target: str) -> No
 
 
 def test_what_is_known_is_measured_less_often(target: str) -> None:
-    assert LLM(target, **SETTINGS).engine.core.trial.early_gap == draft_trial.EARLY_GAP
+    def first_plain(num_reqs: int) -> int:
+        trial = LLM(target, **SETTINGS).engine.core.trial
+        assert trial is not None
+        for step in itertools.count(1 - draft_trial.WARM_STEPS):
+            if trial.wants_plain(num_reqs):
+                return step - 1
+            trial.note_drafted(0.01, num_reqs, num_reqs)
+        raise AssertionError
+
+    assert first_plain(1) == draft_trial.EARLY_GAP and first_plain(2) == draft_trial.SEVERAL_GAP
     store_of(target).add(DraftCosts(3, 10.0, 12.0))
-    assert LLM(target, **SETTINGS).engine.core.trial.early_gap == draft_trial.KNOWN_GAP
+    assert first_plain(1) == draft_trial.KNOWN_GAP and first_plain(2) == draft_trial.SEVERAL_GAP
+    store_of(target).add(DraftCosts(3, 10.0, 12.0, load=2))
+    assert first_plain(2) == draft_trial.KNOWN_GAP
 
 
 def test_a_head_that_did_not_pay_is_left_alone(target: str, capsys: pytest.CaptureFixture) -> None:
