@@ -22,7 +22,7 @@ EXAMPLE = '{"method": "eagle3", "model": "path/to/head", "num_speculative_tokens
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The keys, under vLLM's names; vLLM has no draft_vocab_size and no draft_vocab."""
+    """The keys, under vLLM's names; adaptive, draft_vocab_size and draft_vocab are stoop's own."""
 
     method: str | None = None
     model: str | None = None
