@@ -69,10 +69,11 @@ class DraftTrial:
         self._samples: dict[int, Samples] = {}  # by load
         self._num_steps = 0
         known = list(known)
-        self._known = {each.load for each in known}
+        self._known_loads = {each.load for each in known}
+        # What steps cost, until this run has measured it
+        self._known = {each.load: each for each in known if each.num_drafts == num_drafts}
         # The lowest load with which drafts do not pay: for now, and with usual acceptance
-        same = (each for each in known if each.num_drafts == num_drafts)
-        hopeless = (each.load for each in same if not self._pays_usually(each))
+        hopeless = (load for load, each in self._known.items() if not self._pays_usually(each))
         self._off_from = self._hopeless_from = min(hopeless, default=NEVER)
         self._restart_acceptance()
 
@@ -99,7 +100,7 @@ class DraftTrial:
     def _gap(self, samples: Samples, load: int) -> int:
         if len(samples.plain) >= PLAIN_SAMPLES:
             return LATE_GAP
-        if load in self._known:
+        if load in self._known_loads:
             return KNOWN_GAP
         return EARLY_GAP if load == 1 else SEVERAL_GAP
 
@@ -129,9 +130,11 @@ class DraftTrial:
         samples.drafted.append(seconds)
         self._num_drafted += num_reqs
         self._num_tokens += num_tokens
-        self._keep_once(samples, load_of(num_reqs))
-        if samples.enough:
-            self._decide(samples.costs(self.num_drafts, load_of(num_reqs)))
+        load = load_of(num_reqs)
+        self._keep_once(samples, load)
+        costs = samples.costs(self.num_drafts, load) if samples.enough else self._known.get(load)
+        if costs is not None:
+            self._decide(costs)
 
     def _keep_once(self, samples: Samples, load: int) -> None:
         if samples.enough and not samples.kept:

@@ -337,6 +337,18 @@ def test_drafts_that_pay_for_one_request_may_not_pay_for_several(
     assert [trial.pays(count) for count in (2, 3)] == [True, False]
 
 
+def test_known_costs_decide_before_new_ones_are_measured() -> None:
+    known = [DraftCosts(3, 10.0, 20.0, load=4), DraftCosts(2, 1.0, 20.0, load=8)]
+    trial = DraftTrial(3, LENGTHS, lambda costs: None, known)
+    feed(trial, plain=0.010, drafted=0.020, tokens=1, reqs=4, steps=20)
+    assert not trial.pays(4), "20 steps of 4 requests tell what is accepted"
+    trial.note_idle()
+    feed(trial, plain=0.010, drafted=0.020, tokens=3, reqs=4, steps=20)
+    assert trial.pays(4)
+    feed(trial, plain=0.010, drafted=0.020, tokens=1, reqs=8, steps=12)
+    assert trial.pays(8), "of another number of drafts"
+
+
 def test_rejected_drafts_of_several_requests_are_tried_again_later() -> None:
     trial = DraftTrial(3, LENGTHS, lambda costs: None)
     feed(trial, plain=0.010, drafted=0.020, tokens=1, reqs=4)

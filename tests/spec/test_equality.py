@@ -23,8 +23,7 @@ EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 # Drafters of a kind differ in what they guess: they take turns.
 KINDS = {
     "eagle": ("eagle-random", "eagle-noisy", "eagle-right"),
-    "eagle3": ("eagle3-random", "eagle3-noisy", "eagle3-right", "eagle3-some"),
-    "eagle3-variant": ("eagle3-variant",),
+    "eagle3": ("eagle3-random", "eagle3-noisy", "eagle3-variant", "eagle3-right", "eagle3-some"),
     "ngram": ("ngram", "ngram-right"),
 }
 

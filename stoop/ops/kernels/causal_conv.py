@@ -23,7 +23,7 @@ MAX_CHANNELS = 256  # per program
 # Warps of a program: few where there are programs enough to fill a GPU, and tokens few enough for
 # their registers
 WARPS, FEW_WARPS = 4, 1
-MANY_PROGRAMS, FEW_TOKENS = 512, 4
+MANY_PROGRAMS, FEW_BYTES = 512, 8  # the latter of a channel in a tile
 MAX_ELEMENTS = 2048  # tokens times channels
 CHUNK_TOKENS = 16  # of a tile, if some row may be a chunk
 MAX_WIDTH = 8
@@ -171,7 +171,8 @@ def _launch(
     tile = triton.next_power_of_2(max(log_len, 1 if short else CHUNK_TOKENS))
     block = min(MAX_CHANNELS, MAX_ELEMENTS // tile, triton.next_power_of_2(channels))
     grid = (count_tiles(num_tokens, num_reqs, tile, short=short), triton.cdiv(channels, block))
-    few = short and tile <= FEW_TOKENS and grid[0] * grid[1] >= MANY_PROGRAMS
+    small = tile * x.element_size() <= FEW_BYTES
+    few = short and small and grid[0] * grid[1] >= MANY_PROGRAMS
     _conv_kernel[grid](
         x, weight, bias, *rows, window, log, out, num_tokens, num_reqs, log_len, channels,
         x.stride(0), window.stride(0), log.stride(0),
