@@ -142,7 +142,7 @@ class PhaseExecutor:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Replays in here are of no step, so nobody watches them."""
+        """Replays in here belong to no step, so they are not watched."""
         watch, self.watch = self.watch, None
         managers = list(self.managers.values())
         for manager in managers:
