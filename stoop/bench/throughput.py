@@ -197,10 +197,12 @@ def _run(
     return LoadRun(seconds, num_tokens, SpecCounts.sum(outputs, 0))
 
 
-def shaped_sizes(traffic: Traffic, drafts: Drafts, engine: dict[str, Any]) -> dict[str, Any]:
-    """Engine sizes with room for the largest load and no more; the user's own come first."""
-    num_drafts = MAX_DRAFTS if isinstance(drafts, str) else drafts
-    length = engine["max_model_len"] or traffic.input_len + traffic.output_len + num_drafts
+def shaped_sizes(traffic: Traffic, engine: dict[str, Any]) -> dict[str, Any]:
+    """Engine sizes with room for the largest load and no more; the user's own come first.
+
+    The same for every K: the maximum length decides how attention is divided.
+    """
+    length = engine["max_model_len"] or traffic.input_len + traffic.output_len + MAX_DRAFTS
     batch = engine["max_num_seqs"] or max(traffic.loads)
     block_size = max(1, engine["block_size"])  # the engine refuses smaller ones
     given = {"max_model_len": length, "max_num_seqs": batch}

@@ -30,6 +30,7 @@ WINDOW = 512  # drafts of a position that count, the newest
 OWN_PRIOR = 8  # weight of all requests' rate in the rate of one, in drafts
 SURE = 0.98  # no rate is above
 EVERY = 4  # steps between decisions
+MANY_REQS = 16  # a decision looks at each: with more requests, those against drafts last longer
 MORE = 1.03  # gain that is worth more drafts; fewer are taken wherever they are faster
 FIRST_GAP, LAST_GAP = 64, 1024  # steps without drafts before some are made to learn from
 HOPEFUL = 0.9  # acceptance with which drafts must pay to be worth that
@@ -194,6 +195,7 @@ class AdaptiveDrafts:
         self.has_kv = has_kv
         self.keeps_prefixes = keeps_prefixes
         self.num_drafts = self.counts[-1]
+        self._steps = EVERY  # from the last decision to the next
         self._countdown = 0
         self._decided_at = 0  # number of requests at the last decision
         self.added = 0.0  # seconds of a step beyond those of its graph
@@ -213,9 +215,10 @@ class AdaptiveDrafts:
         # A batch of another size is decided on at once.
         far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
         if num_reqs and (self._countdown <= 0 or far or not self._speed_known(num_reqs)):
-            if self.decide(self._read_batch(scheduler), EVERY - max(self._countdown, 0)):
+            if self.decide(self._read_batch(scheduler), self._steps - max(self._countdown, 0)):
                 scheduler.redraft = True
-            self._countdown, self._decided_at = EVERY, num_reqs
+            self._steps = EVERY if self.num_drafts else EVERY * max(1, num_reqs // MANY_REQS)
+            self._countdown, self._decided_at = self._steps, num_reqs
         scheduler.num_places = scheduler.num_drafts = self.num_drafts
 
     def _speed_known(self, num_reqs: int) -> bool:

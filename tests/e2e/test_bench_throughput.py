@@ -145,11 +145,10 @@ def test_an_engine_has_room_for_the_load_and_no_more() -> None:
     sizes = {"max_model_len": None, "max_num_seqs": None, "num_kv_blocks": None}
     engine = {**sizes, "kv_cache_memory": None, "block_size": 16}
     traffic = Traffic((1, 4), 20, 10)
-    found = {"max_model_len": 33, "max_num_seqs": 4, "num_kv_blocks": 13}
-    assert shaped_sizes(traffic, 3, engine) == found
-    assert shaped_sizes(traffic, "auto", engine)["max_model_len"] == 46
+    found = {"max_model_len": 46, "max_num_seqs": 4, "num_kv_blocks": 13}
+    assert shaped_sizes(traffic, engine) == found
     given = {**engine, "max_model_len": 99, "max_num_seqs": 6, "kv_cache_memory": "1GiB"}
-    assert shaped_sizes(traffic, 3, given) == {"max_model_len": 99, "max_num_seqs": 6}
+    assert shaped_sizes(traffic, given) == {"max_model_len": 99, "max_num_seqs": 6}
 
 
 # ---- the command ----

@@ -293,6 +293,28 @@ def wants_redraft(policy: AdaptiveDrafts, scheduler: Scheduler, times: int = 400
     return False
 
 
+@pytest.mark.parametrize(("num_reqs", "right", "steps"), [(8, 0, 4), (64, 0, 16), (64, 1, 4)])
+def test_many_requests_without_drafts_are_looked_at_less_often(
+    num_reqs: int, right: int, steps: int
+) -> None:
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy.acceptance.add(3, 3 * right, times=500)
+    prompts = [[n + 1, 2] for n in range(num_reqs)]
+    scheduler = make_running(prompts, 0, num_blocks=400, max_num_batched_tokens=512)
+    decided, decide = [], policy.decide
+
+    def count(batch: Batch, num_steps: int) -> bool:
+        decided.append(num_steps)
+        return decide(batch, num_steps)
+
+    policy.decide = count  # type: ignore[method-assign,assignment]
+    for _ in range(33):
+        policy.choose(scheduler)
+    assert bool(policy.num_drafts) == bool(right)
+    assert len(decided) == 32 // steps + 1
+    assert decided[1:] == [steps] * (32 // steps)
+
+
 @pytest.mark.parametrize(("keeps_prefixes", "tokens"), [(True, 2 * 5), (False, 2 * 10)])
 def test_it_counts_what_the_drafter_lacks(keeps_prefixes: bool, tokens: int) -> None:
     scheduler = make_running([[1] * 5, [2] * 5, [3] * 5], wanted=[3, 1, 0])

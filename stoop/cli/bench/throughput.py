@@ -326,16 +326,15 @@ def _open_shape(
     from stoop.bench.shapes import never_accepted, open_shape
     from stoop.bench.throughput import shaped_sizes
 
-    sizes = {each: shaped_sizes(traffic, each, engine) for each in drafts}
-    longest = max(each["max_model_len"] for each in sizes.values())
+    sizes = shaped_sizes(traffic, engine)
     some = next((each for each in drafts if each), 0)
-    with open_shape(shape, some, longest, head) as (folder, options):
+    with open_shape(shape, some, sizes["max_model_len"], head) as (folder, options):
         drafter = options.get("speculative_config", {})
         engines: Engines = {}
         for each in drafts:
             chosen = {**drafter, **never_accepted(each)} if each else None
             fixed = {"speculative_config": chosen, "enable_prefix_caching": False}
-            engines[each] = (folder, {**engine, **options, **fixed, **sizes[each]})
+            engines[each] = (folder, {**engine, **options, **fixed, **sizes})
         yield engines
 
 
