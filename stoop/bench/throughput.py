@@ -1,7 +1,8 @@
 """Throughput by the number of requests at once and of drafts per step.
 
-There is one engine for each K, and engines run one after another, since each may take most of the
-device's memory. Random prompts and their answers have equal lengths, so they run in groups: as many
+There is one engine for each K. Engines take turns, run by run, so that whatever slows the machine
+down now and then slows all of them; where they do not fit into memory together, they run one after
+another. Random prompts and their answers have equal lengths, so they run in groups: as many
 requests as the load says start together, and the next group starts when all of them have ended, as
 in calls of vLLM's `LLM.generate`. Answers to questions end when they end, so there the next request
 starts as soon as one has ended.
@@ -10,12 +11,15 @@ starts as soon as one has ended.
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from stoop.bench.offline import Load, check_length, random_prompts
 from stoop.bench.questions import check_room, spread
+from stoop.config.errors import ConfigError
 from stoop.config.schema import Config, SpecConfig
 from stoop.config.speculation import MAX_DRAFTS
 from stoop.core.outputs import RequestOutput, SpecCounts
@@ -45,6 +49,11 @@ class Traffic:
     def count(self, load: int) -> int:
         """How many requests a run has."""
         return self.num_requests or load * max(1, min(GROUPS, MAX_REQUESTS // load))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer, at most."""
+        return max(map(len, self.questions), default=self.input_len) + self.output_len
 
     def groups(self, load: int) -> list[int]:
         """The sizes of the groups of a run, where requests run in groups."""
@@ -149,32 +158,55 @@ class LoadReport:
 def measure_loads(
     start: StartWith, traffic: Traffic, drafts: Sequence[Drafts], repeat: int, say: Say
 ) -> LoadReport:
-    """Measure every load with every K, one engine after another."""
-    rows, config, spec = [], None, None
-    for place, each in enumerate(drafts, start=1):
-        llm = start(each)
-        config, spec = config or llm.config, spec or llm.config.spec
+    """Measure every load with every K."""
+    rows, configs = list[LoadRow](), list[Config]()
+    for llms in _start(start, drafts, say):
+        configs += [llm.config for llm in llms.values()]
         for load in traffic.loads:
-            row = _measure(llm, traffic, load, each, repeat)
-            rows.append(row)
-            name = f"K = {each}" if each else "plain"
-            say(
-                f"engine {place} of {len(drafts)}: {name}, {load} at once, "
-                f"{row.tokens_per_s:.1f} tokens/s"
-            )
-        del llm  # frees its memory for the next engine
-    assert config is not None
+            measured = _measure(llms, traffic, load, repeat)
+            for row in measured:
+                name = f"K = {row.drafts}" if row.drafts else "plain"
+                say(f"{name}, {load} at once, {row.tokens_per_s:.1f} tokens/s")
+            rows += measured
+        llms.clear()  # frees memory for the next engine
     rows.sort(key=lambda row: traffic.loads.index(row.load))
-    return LoadReport(traffic, config, rows, spec=spec)
+    spec = next((config.spec for config in configs if config.spec), None)
+    return LoadReport(traffic, configs[0], rows, spec=spec)
 
 
-def _measure(llm: LLM, traffic: Traffic, load: int, drafts: Drafts, repeat: int) -> LoadRow:
+def _start(start: StartWith, drafts: Sequence[Drafts], say: Say) -> Iterator[dict[Drafts, LLM]]:
+    """All engines together, or one at a time. Clear what was yielded before the next."""
+    llms: dict[Drafts, LLM] = {}
+    try:
+        for each in drafts:
+            llms[each] = start(each)
+    except (ConfigError, torch.OutOfMemoryError):
+        if not llms:
+            raise
+        llms.clear()
+    if llms:
+        yield llms
+        return
+    say("note: the engines do not fit into memory together, so they run one after another")
+    for each in drafts:
+        llms[each] = start(each)
+        yield llms
+
+
+def _measure(llms: Mapping[Drafts, LLM], traffic: Traffic, load: int, repeat: int) -> list[LoadRow]:
     in_groups, count = not traffic.questions, traffic.count(load)
     params = SamplingParams(temperature=0, max_tokens=traffic.output_len, ignore_eos=in_groups)
     warm = params.replace(max_tokens=min(WARM_TOKENS, traffic.output_len))
-    _run(llm, traffic.prompts(llm, load), warm, load, in_groups)
-    runs = [_run(llm, traffic.prompts(llm, count), params, load, in_groups) for _ in range(repeat)]
-    return LoadRow(load, drafts, count, runs, llm.config.schedule.adaptive)
+    runs: dict[Drafts, list[LoadRun]] = {each: [] for each in llms}
+    for llm in llms.values():
+        _run(llm, traffic.prompts(llm, load), warm, load, in_groups)
+    for _ in range(repeat):
+        for each, llm in llms.items():
+            runs[each].append(_run(llm, traffic.prompts(llm, count), params, load, in_groups))
+    return [
+        LoadRow(load, each, count, runs[each], llm.config.schedule.adaptive)
+        for each, llm in llms.items()
+    ]
 
 
 def _run(
@@ -202,10 +234,19 @@ def shaped_sizes(traffic: Traffic, engine: dict[str, Any]) -> dict[str, Any]:
 
     The same for every K: the maximum length decides how attention is divided.
     """
-    length = engine["max_model_len"] or traffic.input_len + traffic.output_len + MAX_DRAFTS
+    length = engine["max_model_len"] or traffic.longest + MAX_DRAFTS
+    batch = engine["max_num_seqs"] or max(traffic.loads)
+    given = {"max_model_len": length, "max_num_seqs": batch}
+    return given | sized_cache(traffic, engine, length)
+
+
+def sized_cache(traffic: Traffic, engine: dict[str, Any], max_model_len: int) -> dict[str, int]:
+    """A KV cache for the largest load, so that several engines fit, unless the user sizes it."""
+    if engine["num_kv_blocks"] is not None or engine["kv_cache_memory"] is not None:
+        return {}
+    length = min(max_model_len, traffic.longest + MAX_DRAFTS)
     batch = engine["max_num_seqs"] or max(traffic.loads)
     block_size = max(1, engine["block_size"])  # the engine refuses smaller ones
-    given = {"max_model_len": length, "max_num_seqs": batch}
-    if engine["num_kv_blocks"] is None and engine["kv_cache_memory"] is None:
-        given["num_kv_blocks"] = batch * -(-length // block_size) + 1
-    return given
+    # It must hold a request of the maximum length, too.
+    num_blocks = max(batch * -(-length // block_size), -(-max_model_len // block_size))
+    return {"num_kv_blocks": num_blocks + 1}

@@ -27,8 +27,10 @@ class SchedulerStats:
         self.num_steps += 1
         self.num_steps_by_drafts[num_drafts] = self.num_steps_by_drafts.get(num_drafts, 0) + 1
         if num_drafts < most:
-            asked = (row.rules.num_drafts for row in rows if row.decodes)
-            self.num_drafts_not_made += sum(max(each - num_drafts, 0) for each in asked)
+            asked = [row.rules.num_drafts for row in rows if row.decodes]
+            if num_drafts:
+                asked = [max(each - num_drafts, 0) for each in asked]
+            self.num_drafts_not_made += sum(asked)
 
 
 class PlanBuilder:

@@ -352,7 +352,8 @@ class Scheduler:
         num_drafts, no_drafts = self.num_drafts, []
         if not num_drafts and self.config.drafter_has_kv:
             if not self.keeps_drafter_kv or all(row.decodes for row in rows):
-                no_drafts = [request.slot for request in scheduled if request.lose_drafter_kv()]
+                kept = (each for each in scheduled if each.num_drafter_kv is None)
+                no_drafts = [each.slot for each in kept if each.lose_drafter_kv()]
             else:
                 num_drafts = 1  # prompts get the drafter's KV in any case
         for (request, num_tokens), row in zip(scheduled.items(), rows, strict=True):

@@ -1,7 +1,9 @@
 """`stoop bench throughput` with loads and K: figures by hand, who runs when, fields, refusals."""
 
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,11 @@ from stoop.bench.throughput import (
     PeerSpeeds,
     Traffic,
     _run,
+    measure_loads,
     shaped_sizes,
+    sized_cache,
 )
-from stoop.config.errors import ConfigError
+from stoop.config.errors import ConfigError, MemoryShortage
 from stoop.core.outputs import SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from support.tiny_shapes import TINY, TINY_QWEN
@@ -149,6 +153,60 @@ def test_an_engine_has_room_for_the_load_and_no_more() -> None:
     assert shaped_sizes(traffic, engine) == found
     given = {**engine, "max_model_len": 99, "max_num_seqs": 6, "kv_cache_memory": "1GiB"}
     assert shaped_sizes(traffic, given) == {"max_model_len": 99, "max_num_seqs": 6}
+    asked = Traffic((1, 4), 8, 10, questions=[[1] * 40, [2] * 9])  # 40 + 10 + 16 tokens
+    assert sized_cache(asked, engine, 200) == {"num_kv_blocks": 4 * 5 + 1}
+    assert sized_cache(asked, engine, 512) == {"num_kv_blocks": 512 // 16 + 1}
+    assert sized_cache(asked, given, 512) == {}
+
+
+class FakeLLM:
+    """Its engine answers at once."""
+
+    def __init__(self, drafts: int | str, order: list[int | str]) -> None:
+        self.engine = SimpleNamespace(add_request=self.add, step=self.step)
+        schedule = SimpleNamespace(adaptive=drafts == "auto")
+        self.config = SimpleNamespace(schedule=schedule, spec=None)
+        self.drafts, self.order, self.waiting = drafts, order, list[str]()
+
+    def add(self, name: str, *_: Any, final_only: bool) -> None:
+        self.waiting.append(name)
+
+    def step(self) -> list[Any]:
+        self.order.append(self.drafts)
+        answer = SimpleNamespace(token_ids=[1], spec=SpecCounts(0, 0, 0))
+        done, self.waiting = self.waiting, []
+        return [SimpleNamespace(request_id=name, outputs=[answer]) for name in done]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_engines_take_turns_if_they_fit(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each is gone before the next starts."""
+    order, told = list[int | str](), list[str]()
+    alive = weakref.WeakSet[FakeLLM]()
+
+    def start(drafts: int | str) -> Any:
+        gc.collect()
+        if alive and not together:
+            raise MemoryShortage("the weights take 15 GiB", "buy more")
+        alive.add(llm := FakeLLM(drafts, order))
+        return llm
+
+    monkeypatch.setattr(Traffic, "prompts", lambda self, llm, count: [[1]] * count)
+    traffic = Traffic((2,), 8, 8, num_requests=2)
+    report = measure_loads(start, traffic, [0, 3, "auto"], 2, told.append)
+    assert [row.drafts for row in report.rows] == [0, 3, "auto"]
+    assert [len(row.runs) for row in report.rows] == [2, 2, 2]
+    turns = [0, 3, "auto"] * 3 if together else [0] * 3 + [3] * 3 + ["auto"] * 3
+    assert order == turns
+    assert any("one after another" in line for line in told) == (not together)
+
+
+def test_an_engine_that_never_fits_is_refused() -> None:
+    def start(drafts: int | str) -> Any:
+        raise MemoryShortage("the weights take 15 GiB", "buy more")
+
+    with pytest.raises(MemoryShortage, match="15 GiB: buy more"):
+        measure_loads(start, Traffic((1,), 8, 8), [0, 3], 1, lambda line: None)
 
 
 # ---- the command ----

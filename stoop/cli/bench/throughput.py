@@ -111,7 +111,8 @@ def throughput(
 
     With --load, --k, --shape or --questions: a table of tokens/s by requests at once and drafts per
     step, with the ratio to plain decoding and to the best fixed number of drafts. Each K gets its
-    own engine; engines run one after another, without prefix caching.
+    own engine, without prefix caching; engines take turns, or run one after another if they do not
+    fit into memory together.
     """
     given = (shape, k, load, questions, repeat, head, draft_vocab_size, peer, python, raw or None)
     check_engine(model, engine)
@@ -134,7 +135,7 @@ def throughput(
     if shape:
         opened = _open_shape(shape, traffic, drafts, shape_head, engine)
     else:
-        opened = nullcontext(_model_engines(model, max(traffic.loads), drafts, drafter, engine))
+        opened = nullcontext(_model_engines(model, traffic, drafts, drafter, engine))
     from stoop.bench.throughput import measure_loads
     from stoop.bench.throughput_report import print_loads
 
@@ -340,14 +341,17 @@ def _open_shape(
 
 def _model_engines(
     model: str,
-    load: int,
+    traffic: "Traffic",
     drafts: "Sequence[Drafts]",
     drafter: dict[str, Any] | None,
     engine: dict[str, Any],
 ) -> "Engines":
+    from stoop.bench.throughput import sized_cache
+
     # Runs repeat questions, and every one is computed.
-    plain = {**engine, "enable_prefix_caching": False}
-    plain["max_num_seqs"] = engine["max_num_seqs"] or load
+    plain = {**engine, "enable_prefix_caching": False, "speculative_config": None}
+    plain["max_num_seqs"] = engine["max_num_seqs"] or max(traffic.loads)
+    plain |= sized_cache(traffic, engine, settle_engine(model, plain).schedule.max_model_len)
     engines: Engines = {}
     for each in drafts:
         given = drafter or {}
