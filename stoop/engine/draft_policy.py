@@ -35,6 +35,9 @@ MORE = 1.03  # gain that is worth more drafts; fewer are taken wherever they are
 FIRST_GAP, LAST_GAP = 64, 1024  # steps without drafts before some are made to learn from
 HOPEFUL = 0.9  # acceptance with which drafts must pay to be worth that
 AVERAGED = 16  # steps, roughly, whose times count
+LEARNED = 32  # steps after which a time is known
+FIRST_TRY, LAST_TRY = 256, 8192  # steps before other numbers are tried, to see what they take
+UNSURE = 0.5  # share of a graph's time: where other things take more, fewer drafts may be faster
 REFILL = 3  # steps that computing tokens again costs besides: the pipeline runs empty
 HOST_DRAFTING = 1.05  # times what a step without drafts takes the host
 APART = 0.25  # share of the shorter of device and host time that does not overlap with the longer
@@ -104,6 +107,50 @@ class StepTimes:
     def seconds_per_token(self) -> float:
         """In the step with the most tokens a second."""
         return min(t / (reqs * (drafts + 1)) for (reqs, drafts), t in self._seconds.items())
+
+
+class Overheads:
+    """Seconds of a step that its graph does not take, by number of drafts.
+
+    They depend on that number: with many drafts, prompts make a batch too large for any graph, and
+    attention may be bound by arithmetic. What is seen of one number holds for the others, too, as
+    far as they are not known themselves, and so does a change of it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._num_noted: Counter[int] = Counter()  # in a row
+        self._unseen: Counter[int] = Counter()  # steps since
+        self._lasts: dict[int, int] = {}  # steps for which it is remembered
+
+    def of(self, count: int) -> float:
+        return self._seconds.get(self.source(count), 0.0)
+
+    def source(self, count: int) -> int:
+        """The number of drafts whose steps tell of those with `count`: itself, or the nearest."""
+        return min(self._seconds, key=lambda known: abs(known - count), default=count)
+
+    def note(self, count: int, seconds: float) -> None:
+        known = self.of(count)
+        change = (seconds - known) / AVERAGED
+        for other in [each for each in self._seconds if each != count]:
+            if self._num_noted[count] >= LEARNED:
+                self._seconds[other] = max(self._seconds[other] + change, 0.0)
+            self._pass_by(other)
+        self._seconds[count] = known + change
+        self._num_noted[count] += 1
+        self._unseen[count] = 0
+        if self._num_noted[count] > FIRST_TRY:
+            self._lasts[count] = FIRST_TRY
+
+    def _pass_by(self, count: int) -> None:
+        """Forget it after a while, each time a later one: by then it may be faster."""
+        self._num_noted[count] = 0
+        self._unseen[count] += 1
+        lasts = self._lasts.setdefault(count, FIRST_TRY)
+        if self._unseen[count] > lasts:
+            self._lasts[count] = min(2 * lasts, LAST_TRY)
+            del self._seconds[count]
 
 
 class Acceptance:
@@ -198,8 +245,10 @@ class AdaptiveDrafts:
         self._steps = EVERY  # from the last decision to the next
         self._countdown = 0
         self._decided_at = 0  # number of requests at the last decision
-        self.added = 0.0  # seconds of a step beyond those of its graph
-        self.host = 0.0  # seconds of the host in a step
+        self.added = Overheads()  # of the device
+        self.host = Overheads()  # the host's own time, which overlaps with the device's
+        self._trying = 0  # steps that are left of a trial of fewer drafts
+        self._try_gap, self._untried = FIRST_TRY, 0  # steps until a trial, and so far
         self._made = False  # whether the last step that was noted made drafts
         self._lost = 0.0  # seconds, since some requests get no drafts
         self._patience, self._kept = 1, 0  # after tokens were computed again for nothing
@@ -261,6 +310,10 @@ class AdaptiveDrafts:
 
         num_steps: since the last decision
         """
+        if self._trying > 0 and batch.drafted and self._speed_known(batch.num_reqs):
+            self._trying -= num_steps
+            if self._trying > 0:
+                return False
         speeds = self._speeds(batch, batch.drafted)
         best, current = max(speeds, key=lambda count: speeds[count]), self.num_drafts
         if not any(speeds.values()):  # more requests than any graph has
@@ -276,6 +329,7 @@ class AdaptiveDrafts:
             self._kept += num_steps
             if self._kept >= FIRST_GAP:
                 self._patience = 1
+            self._try_fewer(batch, num_steps)
         else:
             self._kept = 0
             self._go_without(batch, num_steps)
@@ -298,9 +352,24 @@ class AdaptiveDrafts:
         seconds = self.times.at(num_reqs, num_drafts)
         if seconds is None:
             return None
-        host = self.host * HOST_DRAFTING if num_drafts else self.host
-        less, more = sorted((seconds + self.added, host))
+        host = self.host.of(num_drafts)
+        if bool(num_drafts) != bool(self.host.source(num_drafts)):
+            host *= HOST_DRAFTING if num_drafts else 1 / HOST_DRAFTING
+        less, more = sorted((seconds + self.added.of(num_drafts), host))
         return more + APART * less
+
+    def _try_fewer(self, batch: Batch, num_steps: int) -> None:
+        """Now and then, where a step takes much that no graph was timed with."""
+        place = self.counts.index(self.num_drafts)
+        if place < 2:  # none at all would cost the drafter its KV
+            return
+        self._untried += num_steps
+        graph = self.times.at(batch.num_reqs, self.num_drafts)
+        other = self.host.of(self.num_drafts) + self.added.of(self.num_drafts)
+        if self._untried < self._try_gap or graph is None or other < UNSURE * graph:
+            return
+        self._try_gap, self._untried = min(2 * self._try_gap, LAST_TRY), 0
+        self.num_drafts, self._trying = self.counts[place - 1], LEARNED
 
     def _lacks_too_much(self, batch: Batch, speed: float, num_steps: int) -> bool:
         """Whether requests without drafts have cost as much time as it takes to mend that.
@@ -366,11 +435,11 @@ class AdaptiveDrafts:
             return
         if not self.host_computes:
             busy = min(time.seconds - time.waited, MUCH * expected)
-            self.host += (busy - self.host) / AVERAGED
+            self.host.note(plan.num_drafts, busy)
             if time.waited < 0.02 * time.seconds:
                 return  # the device waits for the host: what it takes itself is not known
         added = min(max(time.seconds - expected, 0.0), MUCH * expected)
-        self.added += (added - self.added) / AVERAGED
+        self.added.note(plan.num_drafts, added)
 
     # ---- what it says ----
 

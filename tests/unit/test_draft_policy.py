@@ -15,12 +15,14 @@ from stoop.engine.draft_policy import (
     EVERY,
     FIRST_GAP,
     LAST_GAP,
+    LAST_TRY,
     PRIOR,
     REFILL,
     USUAL,
     Acceptance,
     AdaptiveDrafts,
     Batch,
+    Overheads,
     StepTime,
     StepTimes,
     expected_tokens,
@@ -214,7 +216,7 @@ def test_long_contexts_favour_drafts(host_computes: bool) -> None:
     expected = TIMES.at(64, 1)
     assert expected is not None
     observe(policy, 64, 3 * expected, 0.0 if host_computes else 2 * expected)
-    assert policy.added == pytest.approx(2 * expected, rel=0.01)
+    assert policy.added.of(1) == pytest.approx(2 * expected, rel=0.01)
     policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 3
 
@@ -225,7 +227,7 @@ def test_a_slow_host_favours_drafts() -> None:
     policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 1
     observe(policy, 64, 0.0085, waited=0.0)
-    assert policy.added == 0 and policy.host == pytest.approx(0.0085, rel=0.01)
+    assert policy.added.of(1) == 0 and policy.host.of(1) == pytest.approx(0.0085, rel=0.01)
     policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 3
 
@@ -239,12 +241,70 @@ def test_a_slow_host_does_not_excuse_useless_drafts() -> None:
     assert policy.num_drafts == 0
 
 
+def serve(policy: AdaptiveDrafts, num_reqs: int, took: dict[int, float], steps: int) -> float:
+    """Requests whose drafts are always right, in steps that take as long as told, by number of
+    drafts, all of it the host's time. Returns tokens a second."""
+    tokens, seconds = 0, 0.0
+    for step in range(steps):
+        if step % EVERY == 0:
+            policy.decide(make_batch(num_reqs, num_reqs))
+        count = policy.num_drafts
+        rows = [RowResult("r", 0, [1] * (count + 1), count)] * num_reqs
+        plan = StepPlan(step, [Row(True, count + 1)] * num_reqs, count)  # type: ignore[list-item]
+        policy.note(plan, StepResult(step, rows), StepTime(took[count], waited=0.0))
+        tokens += num_reqs * (count + 1)
+        seconds += took[count]
+    return tokens / seconds
+
+
+def test_what_only_many_drafts_cost_is_found_out() -> None:
+    """With prompts beside them, batches of 4 tokens a request are too large for any graph."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    took = {0: 0.005, 1: 0.006, 3: 0.020}
+    serve(policy, 64, took, 600)  # learns
+    assert policy.num_drafts == 1
+    assert serve(policy, 64, took, 20000) > 0.97 * 64 * 2 / took[1]
+    took[3] = 0.0065  # fewer prompts, from now on
+    serve(policy, 64, took, LAST_TRY + EVERY)
+    assert policy.num_drafts == 3
+    assert serve(policy, 64, took, 20000) > 0.98 * 64 * 4 / took[3]
+
+
+def test_a_trial_of_fewer_drafts_costs_little() -> None:
+    """Where more are faster all the same, as with contexts that are long."""
+    policy = AdaptiveDrafts(TIMES, COUNTS)
+    took = {0: 0.0110, 1: 0.0113, 3: 0.0120}
+    serve(policy, 64, took, 600)
+    assert policy.num_drafts == 3
+    assert serve(policy, 64, took, 20000) > 0.98 * 64 * 4 / took[3]
+
+
+def test_overheads_are_known_by_number_of_drafts() -> None:
+    overheads = Overheads()
+    assert overheads.of(3) == 0.0 and overheads.source(3) == 3
+    for _ in range(200):
+        overheads.note(3, 0.010)
+    assert overheads.of(3) == overheads.of(0) == pytest.approx(0.010, rel=0.01)
+    for _ in range(200):
+        overheads.note(1, 0.002)
+    assert overheads.of(1) == pytest.approx(0.002, rel=0.02) and overheads.source(0) == 1
+    assert overheads.of(3) == pytest.approx(0.009, rel=0.1), "as it was, but for the last changes"
+    before = overheads.of(3) - overheads.of(1)
+    for _ in range(50):
+        overheads.note(1, 0.005)  # contexts grow, for all alike
+    assert overheads.of(1) == pytest.approx(0.005, rel=0.05)
+    assert overheads.of(3) - overheads.of(1) == pytest.approx(before)
+    for _ in range(50):
+        overheads.note(1, 0.005)
+    assert overheads.of(3) == overheads.of(1), "it was long ago"
+
+
 def test_prompts_do_not_count_as_what_steps_take() -> None:
     """A step with a long prompt takes many times as long as it would without."""
     policy = AdaptiveDrafts(TIMES, COUNTS)
     policy.decide(make_batch(8, 8))
     observe(policy, 8, 5.0, waited=4.9)
-    assert policy.added <= 3 * TIMES.at(8, 3)  # type: ignore[operator]
+    assert policy.added.of(3) <= 3 * TIMES.at(8, 3)  # type: ignore[operator]
 
 
 def test_a_batch_of_worse_texts_gets_fewer() -> None:
