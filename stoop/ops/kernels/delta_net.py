@@ -19,6 +19,7 @@ from stoop.ops.recurrent import RecurrentRows
 STEP_COLUMNS = 32
 STEP_WARPS = 1
 FINISH_HEADS = 4
+FINISH_WARPS = 4
 SCAN_COLUMNS = 32
 SCAN_COLUMNS_WIDE = 16  # of float32 models, whose products take more registers
 SCAN_WARPS = 4
@@ -130,7 +131,7 @@ def delta_finish_(
         eps, num_tokens, num_reqs, log_len, z.stride(0), key_log.stride(0), decay_log.stride(0),
         HV=value_heads, HK=key_heads, DK=key_dim, DV=value_dim, HEADS=heads,
         KEYS=triton.next_power_of_2(triton.cdiv(key_heads * key_dim, groups)),
-        SHORT=short, TILE=tile, num_warps=4, **overlapping(out),
+        SHORT=short, TILE=tile, num_warps=FINISH_WARPS, **overlapping(out),
     )  # fmt: skip
 
 
