@@ -113,9 +113,7 @@ def test_drafts_change_no_answer(
     assert generate_ids(llm, PROMPTS, GREEDY) == expected  # slots have been used before
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), by_turns("step", "full", "none"), indirect=["name"]
-)
+@pytest.mark.parametrize(("name", "mode"), by_turns("step", "full", "none"), indirect=["name"])
 def test_the_number_of_drafts_changes_no_answer(
     name: str, folder: Path, expected: list[list[int]], mode: str
 ) -> None:
@@ -129,9 +127,7 @@ def test_the_number_of_drafts_changes_no_answer(
     assert len(set(policy.chosen)) == 4 and llm.metrics()["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), by_turns("none", "step", "full"), indirect=["name"]
-)
+@pytest.mark.parametrize(("name", "mode"), by_turns("none", "step", "full"), indirect=["name"])
 @pytest.mark.usefixtures("name")
 def test_plain_decoding(folder: Path, expected: list[list[int]], mode: str) -> None:
     llm = make(folder, graph_mode=mode, sanitize=mode != "none")

@@ -32,7 +32,7 @@ from support.huggingface import (
 
 # Around the edges of blocks of 16 and 32, and far beyond the window of the windowed models.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 150, 300)
-NUM_TOKENS = 24
+NUM_TOKENS = 32 if EVERY else 24
 MAX_MODEL_LEN = 352
 PROMPTS = [make_prompt(length) for length in LENGTHS]
 
@@ -61,6 +61,7 @@ TIGHT_SETTINGS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": False,
     },
 }
+
 
 def dtype_of(turn: int) -> str:
     """Every other model in float64, which tells a wrong engine from rounding best: most references
@@ -150,7 +151,8 @@ def test_other_seeds(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, seed: int
 ) -> None:
     """Other weights and other prompts."""
-    prompts = [make_prompt(length, seed) for length in (1, 16, 77, 300)]
+    lengths = (1, 5, 16, 48, 77, 211, 300) if EVERY else (1, 16, 77, 300)
+    prompts = [make_prompt(length, seed) for length in lengths]
     wanted = expected(references.get(name, seed, dtype), prompts, 16)
     llm = make_engine(
         name, seed=seed, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=128

@@ -11,9 +11,7 @@ from support.checkpoints import ARCHITECTURES, HYBRIDS, PLAIN, VARIANTS
 EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 
 
-def models_with(
-    names: str, *groups: Sequence[Any], variants: bool = False
-) -> pytest.MarkDecorator:
+def models_with(names: str, *groups: Sequence[Any], variants: bool = False) -> pytest.MarkDecorator:
     """Every plain model with one option of each group, each hybrid with one of the last, by turns.
 
     names: of an option's arguments; variants: include the variants of hybrids
