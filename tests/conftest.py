@@ -33,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # for fixtures of modules, too: see `_few_threads`
     config.option.loadscopereorder = False  # xdist would begin with the files of most tests
 
 

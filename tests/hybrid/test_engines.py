@@ -3,6 +3,7 @@
 A scripted drafter makes drafts of which any number is accepted, 0 to K, by turns.
 """
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from support.scripted import scripted, scripted_config
 
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "step")
 BACKENDS = ("reference", "hostplan")
+EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 NUM_TOKENS = 22
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = (1, 3, 4, 5, 8, 9, 16, 17, 50, 70)
@@ -51,10 +53,15 @@ def folder(name: str, checkpoints: CheckpointStore) -> Path:
     return checkpoints.get(name, dtype="float64")
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
+@functools.cache
+def answers_of_transformers(folder: Path) -> list[list[int]]:
     model = HuggingFace(folder, "float64")
     return [model.greedy(prompt, NUM_TOKENS).token_ids for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return answers_of_transformers(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,14 +79,25 @@ def make(folder: Path, **options: Any) -> LLM:
     return make_llm(folder, **(SETTINGS | options))
 
 
-def crossed() -> list[tuple[str, str]]:
-    """Every mode with one of the backends, or with both."""
-    if os.environ.get("STOOP_TEST_ALL"):
-        return list(itertools.product(MODES, BACKENDS))
-    return [(mode, BACKENDS[number % 2]) for number, mode in enumerate(MODES)]
+def crossed() -> list[tuple[str, str, str]]:
+    """Whole steps with every kind of layer, other modes with one; each with one of the backends."""
+    if EVERY:
+        return list(itertools.product(MIXERS, MODES, BACKENDS))
+    return [
+        (name, mode, BACKENDS[(m + n) % 2])
+        for (n, name), (m, mode) in itertools.product(enumerate(MIXERS), enumerate(MODES))
+        if mode == "step" or m % len(MIXERS) == n
+    ]
 
 
-@pytest.mark.parametrize(("mode", "backend"), crossed())
+def by_turns(*modes: str) -> list[tuple[str, str]]:
+    """Each mode with one kind of layer, or all."""
+    if EVERY:
+        return list(itertools.product(MIXERS, modes))
+    return list(zip(MIXERS, modes, strict=True))
+
+
+@pytest.mark.parametrize(("name", "mode", "backend"), crossed(), indirect=["name"])
 def test_drafts_change_no_answer(
     name: str, folder: Path, expected: list[list[int]], mode: str, backend: str
 ) -> None:
@@ -95,7 +113,7 @@ def test_drafts_change_no_answer(
     assert generate_ids(llm, PROMPTS, GREEDY) == expected  # slots have been used before
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "step"])
+@pytest.mark.parametrize(("name", "mode"), by_turns("step", "full", "none"), indirect=["name"])
 def test_the_number_of_drafts_changes_no_answer(
     name: str, folder: Path, expected: list[list[int]], mode: str
 ) -> None:
@@ -109,7 +127,8 @@ def test_the_number_of_drafts_changes_no_answer(
     assert len(set(policy.chosen)) == 4 and llm.metrics()["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("mode", ["none", "step"])
+@pytest.mark.parametrize(("name", "mode"), by_turns("none", "step", "full"), indirect=["name"])
+@pytest.mark.usefixtures("name")
 def test_plain_decoding(folder: Path, expected: list[list[int]], mode: str) -> None:
     llm = make(folder, graph_mode=mode, sanitize=mode != "none")
     assert generate_ids(llm, PROMPTS, GREEDY) == expected

@@ -31,12 +31,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
-_FLOAT64 = [("float64", "whole-prompts"), ("float64", "tight-blocks-of-4")]
 every_setting = models_with(
     "dtype, setting",
-    [*(("float32", setting) for setting in SETTINGS), *_FLOAT64],
+    [("float32", setting) for setting in SETTINGS],
+    [("float64", "whole-prompts"), ("float64", "tight-blocks-of-4")],
     variants=True,
-    few=_FLOAT64,
 )
 
 

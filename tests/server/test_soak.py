@@ -8,7 +8,8 @@ import pytest
 from support.server import ServerProcess, write_served_model
 from support.soak import BUSY, Soak, Vitals, changes
 
-SECONDS = float(os.environ.get("STOOP_SOAK_SECONDS", "60"))
+USUAL = "60" if os.environ.get("STOOP_TEST_ALL") else "24"
+SECONDS = float(os.environ.get("STOOP_SOAK_SECONDS", USUAL))
 SEED = int(os.environ.get("STOOP_SOAK_SEED", "20"))
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
 # So small that requests are preempted and the queue is full now and then.

@@ -8,6 +8,7 @@ to see that this check catches it.
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ PROMPT = (1, 4, 2)
 LENGTH = 5  # tokens of an answer
 SIGNIFICANCE = 1e-4
 NUM_SEQS = 512
+COUNT = 2048 if os.environ.get("STOOP_TEST_ALL") else 1024  # answers
 CELL = 8.0  # answers that a cell of the test expects at least
 
 Patch = pytest.MonkeyPatch
@@ -264,7 +266,7 @@ def check_drafts_counted(llm: LLM, count: int) -> None:
 def test_answers_with_drawn_drafts(models: Models, setting: Setting, params: Any) -> None:
     llm = models.llm(setting)
     replays = count_replays(llm)
-    found = answers(llm, params, 2048 if setting.graph_mode == "none" else 1024)
+    found = answers(llm, params, COUNT)
     assert p_value(found, models.probs(params)) > SIGNIFICANCE
     check_drafts_counted(llm, len(found))
     assert (replays[RunMode.STEP] > 4) == (setting.graph_mode == "step")
@@ -285,7 +287,7 @@ def test_answers_with_matched_drafts(models: Models, setting: Setting, params: A
 def shares(models: Models, setting: Setting, params: SamplingParams) -> np.ndarray:
     """The share of accepted drafts, by position."""
     llm = models.llm(setting)
-    answers(llm, params, 1024)
+    answers(llm, params, COUNT // 2)
     metrics = llm.metrics()
     accepted = np.array(metrics["spec_decode_num_accepted_tokens_per_pos"])
     return accepted / metrics["spec_decode_num_drafts"]
@@ -293,9 +295,9 @@ def shares(models: Models, setting: Setting, params: SamplingParams) -> np.ndarr
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "eagle3-narrow"])
 def test_coupled_drafts_stand_more_often_than_the_likeliest(models: Models, method: str) -> None:
-    coupled = shares(models, Setting(method, "coupled", **STEP), PLAIN)
-    likeliest = shares(models, Setting(method, "greedy", **STEP), PLAIN)
-    drawn = shares(models, Setting(method, "probabilistic", **STEP), PLAIN)
+    coupled = shares(models, Setting(method, "coupled"), PLAIN)
+    likeliest = shares(models, Setting(method, "greedy"), PLAIN)
+    drawn = shares(models, Setting(method, "probabilistic"), PLAIN)
     assert np.all(coupled > likeliest) and coupled.sum() > likeliest.sum() + 0.1
     # No draw from the head's distribution does better than the ratio test.
     assert np.all(coupled < drawn + 0.03)
@@ -361,14 +363,14 @@ def test_noise_that_is_not_the_targets_is_seen(
 def test_answers_with_drawn_drafts_and_preemption(models: Models) -> None:
     """A draft that was drawn but never judged leaves no trace."""
     llm = models.llm(Setting("eagle3", num_kv_blocks=750))
-    found = answers(llm, PLAIN, 2048)
+    found = answers(llm, PLAIN, COUNT)
     assert llm.metrics()["num_preemptions"] > 100
     assert p_value(found, models.probs(PLAIN)) > SIGNIFICANCE
 
 
 def test_answers_of_requests_with_fewer_drafts(models: Models) -> None:
     params = options(0.7, **TOP_P)
-    found = answers(models.llm(Setting("eagle")), params, 2048, wishes=(1, 3, 0, 2))
+    found = answers(models.llm(Setting("eagle")), params, COUNT, wishes=(1, 3, 0, 2))
     assert p_value(found, models.probs(params)) > SIGNIFICANCE
 
 

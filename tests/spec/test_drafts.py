@@ -1,6 +1,8 @@
 """Drafts are those of the slow reference drafter; a head that is right is worth K + 1 tokens."""
 
-from collections.abc import Callable
+import itertools
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from stoop.checkpoint.weights import WeightReader
 from stoop.graph.descriptor import RunMode
 from stoop.models.head_source import stored_names
 from stoop.spec.eagle import EagleSpeculator
-from support.drafters import DrafterStore, make_spec_llm, prompts, run
+from support.drafters import BACKENDS, DrafterStore, make_spec_llm, prompts, run
 from support.reference_drafter import ReferenceDrafter, TargetReference
 
+EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 HEADS = ("eagle-random", "eagle3-random", "eagle3-variant", "eagle-noisy", "eagle3-noisy")
 
 
@@ -60,8 +63,14 @@ def watch_logits(llm: LLM, patch: pytest.MonkeyPatch) -> dict[tuple[int, int, in
     return found
 
 
-@pytest.mark.parametrize("backend", ["reference", "hostplan"])
-@pytest.mark.parametrize("name", HEADS)
+def by_turns(names: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Each with one backend, or both."""
+    if EVERY:
+        return list(itertools.product(names, BACKENDS))
+    return [(name, BACKENDS[number % 2]) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(("name", "backend"), by_turns(HEADS))
 def test_drafts_equal_the_slow_reference_drafters(
     drafters: DrafterStore, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,11 +111,18 @@ def _compare(
             torch.testing.assert_close(ours, expected_logits[number], rtol=0, atol=1e-4)
 
 
+RUNS = [("none", 3), ("none", 16), ("step", 2), ("step", 1), ("step", 5), ("step", 8)]
+
+
 @pytest.mark.parametrize(
-    ("mode", "num_tokens"),
-    [("none", 3), ("none", 16), ("step", 1), ("step", 2), ("step", 5), ("step", 8)],
+    ("name", "mode", "num_tokens"),
+    [
+        (name, *each)
+        for place, name in enumerate(("eagle-right", "eagle3-right"))
+        for number, each in enumerate(RUNS)
+        if EVERY or number % 2 == place
+    ],
 )
-@pytest.mark.parametrize("name", ["eagle-right", "eagle3-right"])
 def test_a_head_that_is_always_right_gives_k_plus_1_tokens_a_step(
     drafters: DrafterStore, name: str, num_tokens: int, mode: str
 ) -> None:
@@ -214,9 +230,9 @@ def test_the_largest_capture_size_bounds_draft_decodes_too(drafters: DrafterStor
         assert [descriptor.num_reqs for descriptor in lane.descriptors] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["reference", "hostplan"])
 @pytest.mark.parametrize(
-    "mode", ["piecewise", "full", "full_decode_only", "full_and_piecewise", "step"]
+    ("mode", "name"),
+    by_turns(["full", "piecewise", "full_and_piecewise", "step", "full_decode_only"]),
 )
 def test_draft_decodes_are_whole_or_eager(drafters: DrafterStore, mode: str, name: str) -> None:
     """Never in pieces; padded tokens are padded requests, in graphs and in every batch."""

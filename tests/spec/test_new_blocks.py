@@ -5,6 +5,7 @@ the values of masked keys by 0, as FlashInfer's kernels do, so one NaN among the
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,10 +62,14 @@ def _registered() -> Iterator[None]:
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("eagle3-random", 0, {}),
     ("eagle3-noisy", K, {}),
-    ("eagle3-noisy", K, {"graph_mode": "full", "sanitize": True}),
     ("eagle3-random", K, {"graph_mode": "step", "sanitize": True}),
-    ("eagle3-random", K, {"graph_mode": "step", "run_ahead": 2}),
+    ("eagle3-random", K, {"graph_mode": "full", "run_ahead": 2}),
 ]
+if os.environ.get("STOOP_TEST_ALL"):
+    CASES += [
+        ("eagle3-noisy", K, {"graph_mode": "full", "sanitize": True}),
+        ("eagle3-random", K, {"graph_mode": "step", "run_ahead": 2}),
+    ]
 
 
 @pytest.mark.parametrize(("name", "num_tokens", "options"), CASES)

@@ -7,6 +7,7 @@ act inside of accepted runs; another target is random.
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ PROMPTS = (
     [8, 40, 60, 12, 28, 44, 60, 1, 2, 60],
     [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 30],
 )
+EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 
 Patch = pytest.MonkeyPatch
 
@@ -289,8 +291,15 @@ TOO_SHORT = ("one token", "two tokens")
 SAME_TOKENS = ("no logprobs", "many logprobs", "prompt_logprobs", "all prompt_logprobs", "several")
 
 
-@pytest.mark.parametrize("drafter", ALONE)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("drafter", "name"),
+    [
+        (drafter, name)
+        for place, drafter in enumerate(ALONE)
+        for number, name in enumerate(OPTIONS)
+        if EVERY or number % len(ALONE) == place
+    ],
+)
 def test_option_alone(engines: Engines, drafter: str, name: str) -> None:
     found = generate(engines.speculating(drafter), OPTIONS[name])
     check_same(found, engines.plain_answers(DRAFTERS[drafter][0], OPTIONS[name]))
@@ -345,7 +354,8 @@ def name_of(value: str | dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("drafter", "graphs"),
-    [(d, {}) for d in DRAFTERS] + [(d, STEP_GRAPHS) for d in IN_GRAPHS],
+    [(d, {}) for d in DRAFTERS if EVERY or d not in (*ALONE, *IN_GRAPHS)]
+    + [(d, STEP_GRAPHS) for d in IN_GRAPHS],
     ids=name_of,
 )
 def test_all_options_in_one_batch(engines: Engines, drafter: str, graphs: dict[str, Any]) -> None:

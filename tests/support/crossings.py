@@ -11,23 +11,20 @@ from support.checkpoints import ARCHITECTURES, HYBRIDS, PLAIN, VARIANTS
 EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
 
 
-def models_with(
-    names: str,
-    options: Sequence[Any],
-    variants: bool = False,
-    few: Sequence[Any] = (),
-) -> pytest.MarkDecorator:
-    """Every plain model with every option, and each hybrid with one of them, by turns.
+def models_with(names: str, *groups: Sequence[Any], variants: bool = False) -> pytest.MarkDecorator:
+    """Every plain model with one option of each group, each hybrid with one of the last, by turns.
 
-    names: of the option's arguments; variants: include the variants of hybrids
-    few: the options that hybrids take turns with; all by default
+    names: of an option's arguments; variants: include the variants of hybrids
+    `make test-all` has every model with every option.
     """
-    found = [(name, option) for name in PLAIN for option in options]
-    hybrids = (*HYBRIDS, *VARIANTS) if variants or EVERY else HYBRIDS
-    few = options if EVERY else few or options
-    for turn, name in enumerate(hybrids):
-        chosen = few if EVERY else [few[turn % len(few)]]
-        found += [(name, option) for option in chosen]
+    if EVERY:
+        every = [option for group in groups for option in group]
+        found = [(name, option) for name in ARCHITECTURES for option in every]
+    else:
+        hybrids = (*HYBRIDS, *VARIANTS) if variants else HYBRIDS
+        found = [(name, g[turn % len(g)]) for turn, name in enumerate(PLAIN) for g in groups]
+        last = groups[-1]
+        found += [(name, last[turn % len(last)]) for turn, name in enumerate(hybrids)]
     if "," not in names:
         return pytest.mark.parametrize(("name", names), found)
     return pytest.mark.parametrize(
