@@ -160,7 +160,12 @@ def test_other_seeds(
     assert mismatches(run_greedy(llm, prompts, 16), wanted, TIE_GAPS[dtype]) == []
 
 
-CACHE_SETTINGS = ("plain", "chunks-of-37", "blocks-of-4-chunks", "blocks-of-32")
+CACHE_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks-of-37": {"max_num_batched_tokens": 37},
+    "blocks-of-4": {"block_size": 4},
+    "blocks-of-32": {"block_size": 32},
+}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ def test_shared_prefixes_twice(
     tails = [make_prompt(length, seed=6) for length in (1, 7, 16, 40)]
     prompts = [stem, *(stem + tail for tail in tails), stem[:33]]
     wanted = expected(references.get(name), prompts, 16)
-    llm = make_engine(name, max_model_len=MAX_MODEL_LEN, **SETTINGS[setting])
+    llm = make_engine(name, max_model_len=MAX_MODEL_LEN, **CACHE_SETTINGS[setting])
     first = run_greedy(llm, prompts, 16)
     hits_at_first = llm.metrics()["prefix_cache_hit_tokens"]
     second = run_greedy(llm, prompts, 16)

@@ -81,7 +81,7 @@ def choose() -> Iterator[tuple[str, int, str, int, int]]:
         yield name, MOST[(name, mode) in larger], mode, ahead, seed
 
 
-@pytest.mark.parametrize(("name", "most", "mode", "ahead", "seed"), choose())
+@pytest.mark.parametrize(("name", "most", "mode", "ahead", "seed"), list(choose()))
 def test_no_answer_depends_on_the_number_of_drafts(
     drafters: DrafterStore, expected: Any, name: str, most: int, mode: str, ahead: int, seed: int
 ) -> None:
