@@ -19,8 +19,8 @@ import torch
 
 from stoop.bench.offline import Load, check_length, random_prompts
 from stoop.bench.questions import check_room, spread
-from stoop.config.errors import ConfigError
-from stoop.config.schema import Config, SpecConfig
+from stoop.config.errors import MemoryShortage
+from stoop.config.schema import CacheConfig, Config, SpecConfig
 from stoop.config.speculation import MAX_DRAFTS
 from stoop.core.outputs import RequestOutput, SpecCounts
 from stoop.core.sampling_params import SamplingParams
@@ -30,6 +30,8 @@ Drafts = int | str  # K, or "auto"
 StartWith = Callable[[Drafts], LLM]
 Say = Callable[[str], None]
 
+USUAL_SHARE = CacheConfig.gpu_memory_utilization
+_SIZES = ("num_kv_blocks", "kv_cache_memory")
 WARM_TOKENS = 8
 GROUPS = 4  # of requests in a run
 MAX_REQUESTS = 256  # of a run, unless the load is larger
@@ -175,21 +177,27 @@ def measure_loads(
 
 
 def _start(start: StartWith, drafts: Sequence[Drafts], say: Say) -> Iterator[dict[Drafts, LLM]]:
-    """All engines together, or one at a time. Clear what was yielded before the next."""
-    llms: dict[Drafts, LLM] = {}
-    try:
-        for each in drafts:
-            llms[each] = start(each)
-    except (ConfigError, torch.OutOfMemoryError):
-        if not llms:
-            raise
-        llms.clear()
-    if llms:
+    """All engines together, or one at a time. Clear what was yielded before the next.
+
+    On a CPU one at a time: a KV cache that is not written yet does not show in the memory in use,
+    so that too many engines would be noticed too late.
+    """
+    llms: dict[Drafts, LLM] = {drafts[0]: start(drafts[0])}
+    together = llms[drafts[0]].config.device.device != "cpu"
+    if together:
+        try:
+            for each in drafts[1:]:
+                llms[each] = start(each)
+        except (MemoryShortage, torch.OutOfMemoryError):
+            say("note: the engines do not fit into memory together, so they run one after another")
+            together = False
+            llms.clear()
+    if together:
         yield llms
         return
-    say("note: the engines do not fit into memory together, so they run one after another")
     for each in drafts:
-        llms[each] = start(each)
+        if each not in llms:
+            llms[each] = start(each)
         yield llms
 
 
@@ -242,10 +250,11 @@ def shaped_sizes(traffic: Traffic, engine: dict[str, Any]) -> dict[str, Any]:
 
 def sized_cache(traffic: Traffic, engine: dict[str, Any], max_model_len: int) -> dict[str, int]:
     """A KV cache for the largest load, so that several engines fit, unless the user sizes it."""
-    if engine["num_kv_blocks"] is not None or engine["kv_cache_memory"] is not None:
+    share = engine.get("gpu_memory_utilization", USUAL_SHARE)
+    if share != USUAL_SHARE or any(engine[name] is not None for name in _SIZES):
         return {}
     length = min(max_model_len, traffic.longest + MAX_DRAFTS)
-    batch = engine["max_num_seqs"] or max(traffic.loads)
+    batch = max(traffic.loads)
     block_size = max(1, engine["block_size"])  # the engine refuses smaller ones
     # It must hold a request of the maximum length, too.
     num_blocks = max(batch * -(-length // block_size), -(-max_model_len // block_size))

@@ -14,7 +14,8 @@ from stoop.core.report import Report
 from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
 from stoop.engine.choose_weights import choose_packed
 from stoop.engine.core import EngineCore
-from stoop.engine.draft_policy import AdaptiveDrafts, StepTimes, usual_rates
+from stoop.engine.draft_estimates import StepTimes, usual_rates
+from stoop.engine.draft_policy import AdaptiveDrafts
 from stoop.engine.draft_trial import DraftTrial
 from stoop.engine.uniproc import UniprocExecutor
 from stoop.models.registry import read_model_spec

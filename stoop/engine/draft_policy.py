@@ -14,30 +14,29 @@ The text does not depend on any of this, as far as logits do not depend on how m
 has.
 """
 
-import bisect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from stoop.core.request import Request
 from stoop.core.step import StepPlan, StepResult
+from stoop.engine.draft_estimates import (
+    USUAL,
+    Acceptance,
+    StepTimes,
+    TrialOfFewer,
+    expected_tokens,
+)
 from stoop.scheduler.scheduler import Scheduler
 
-USUAL = 0.7  # share of drafts that are accepted, where nothing is known
-PRIOR = 6  # weight of what is usual, in drafts
-WINDOW = 512  # drafts of a position that count, the newest
 OWN_PRIOR = 8  # weight of all requests' rate in the rate of one, in drafts
-SURE = 0.98  # no rate is above
 EVERY = 4  # steps between decisions
-MANY_REQS = 16  # a decision looks at each: with more requests, those against drafts last longer
+MANY_REQS = 16  # a decision looks at each: with more, those against drafts last longer
 MORE = 1.03  # gain that is worth more drafts; fewer are taken wherever they are faster
 FIRST_GAP, LAST_GAP = 64, 1024  # steps without drafts before some are made to learn from
 HOPEFUL = 0.9  # acceptance with which drafts must pay to be worth that
 AVERAGED = 16  # steps, roughly, whose times count
-LEARNED = 32  # steps after which a time is known
-FIRST_TRY, LAST_TRY = 256, 8192  # steps before other numbers are tried, to see what they take
-UNSURE = 0.5  # share of a graph's time: where other things take more, fewer drafts may be faster
 REFILL = 3  # steps that computing tokens again costs besides: the pipeline runs empty
 HOST_DRAFTING = 1.05  # times what a step without drafts takes the host
 APART = 0.25  # share of the shorter of device and host time that does not overlap with the longer
@@ -83,132 +82,6 @@ class HeldDrafts:
         return {}
 
 
-class StepTimes:
-    """Seconds of a decode step, by number of requests and number of drafts."""
-
-    def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        self._sizes: dict[int, list[int]] = {}
-        self._seconds = dict(seconds)
-        for num_reqs, num_drafts in sorted(seconds):
-            self._sizes.setdefault(num_drafts, []).append(num_reqs)
-
-    def at(self, num_reqs: int, num_drafts: int) -> float | None:
-        """Of the smallest graph that fits; None if there is none."""
-        sizes = self._sizes.get(num_drafts, [])
-        place = bisect.bisect_left(sizes, num_reqs)
-        return self._seconds[sizes[place], num_drafts] if place < len(sizes) else None
-
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of requests that were measured."""
-        return sorted({num_reqs for num_reqs, _ in self._seconds})
-
-    @property
-    def seconds_per_token(self) -> float:
-        """In the step with the most tokens a second."""
-        return min(t / (reqs * (drafts + 1)) for (reqs, drafts), t in self._seconds.items())
-
-
-class Overheads:
-    """Seconds of a step that its graph does not take, by number of drafts.
-
-    They depend on that number: with many drafts, prompts make a batch too large for any graph, and
-    attention may be bound by arithmetic. What is seen of one number holds for the others, too, as
-    far as they are not known themselves, and so does a change of it.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._num_noted: Counter[int] = Counter()  # in a row
-        self._unseen: Counter[int] = Counter()  # steps since
-        self._lasts: dict[int, int] = {}  # steps for which it is remembered
-
-    def of(self, count: int) -> float:
-        return self._seconds.get(self.source(count), 0.0)
-
-    def source(self, count: int) -> int:
-        """The number of drafts whose steps tell of those with `count`: itself, or the nearest."""
-        return min(self._seconds, key=lambda known: abs(known - count), default=count)
-
-    def note(self, count: int, seconds: float) -> None:
-        known = self.of(count)
-        change = (seconds - known) / AVERAGED
-        for other in [each for each in self._seconds if each != count]:
-            if self._num_noted[count] >= LEARNED:
-                self._seconds[other] = max(self._seconds[other] + change, 0.0)
-            self._pass_by(other)
-        self._seconds[count] = known + change
-        self._num_noted[count] += 1
-        self._unseen[count] = 0
-        if self._num_noted[count] > FIRST_TRY:
-            self._lasts[count] = FIRST_TRY
-
-    def _pass_by(self, count: int) -> None:
-        """Forget it after a while, each time a later one: by then it may be faster."""
-        self._num_noted[count] = 0
-        self._unseen[count] += 1
-        lasts = self._lasts.setdefault(count, FIRST_TRY)
-        if self._unseen[count] > lasts:
-            self._lasts[count] = min(2 * lasts, LAST_TRY)
-            del self._seconds[count]
-
-
-class Acceptance:
-    """How often the draft of a position is accepted, given that all before it were."""
-
-    def __init__(self, usual: Sequence[float]) -> None:
-        self.usual = usual
-        self._tried = [0.0] * len(usual)
-        self._passed = [0.0] * len(usual)
-
-    def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
-        """Steps of a request that verified so many drafts."""
-        for place in range(min(num_accepted + 1, num_drafts)):
-            self._tried[place] += times
-            self._passed[place] += times * (place < num_accepted)
-
-    def limit(self) -> None:
-        """Give older drafts less weight."""
-        for place, tried in enumerate(self._tried):
-            if tried > WINDOW:
-                self._scale(place, WINDOW / tried)
-
-    def forget(self, share: float) -> None:
-        for place in range(len(self._tried)):
-            self._scale(place, 1 - share)
-
-    def _scale(self, place: int, factor: float) -> None:
-        self._tried[place] *= factor
-        self._passed[place] *= factor
-
-    @property
-    def rates(self) -> list[float]:
-        found = zip(self.usual, self._tried, self._passed, strict=True)
-        return [(PRIOR * usual + passed) / (PRIOR + tried) for usual, tried, passed in found]
-
-
-def expected_tokens(rates: Sequence[float], num_drafts: int, scale: float = 1.0) -> float:
-    """Tokens of a step that verifies so many drafts. scale: of the rates of the batch at hand"""
-    tokens = reached = 1.0
-    for rate in rates[:num_drafts]:
-        reached *= min(rate * scale, SURE)
-        tokens += reached
-    return tokens
-
-
-def usual_rates(lengths: Sequence[float], num_drafts: int) -> list[float]:
-    """Acceptance by position from the tokens of a step with 1, 2 ... drafts, as benchmarks say."""
-    rates: list[float] = []
-    before = [0.0, 1.0, *lengths]
-    for place in range(num_drafts):
-        if place < len(lengths):
-            gained, reached = lengths[place] - before[place + 1], before[place + 1] - before[place]
-            rates.append(min(max(gained / reached, 0.0), SURE) if reached > 0 else 0.0)
-        else:
-            rates.append(rates[-1] if rates else USUAL)
-    return rates
-
-
 @dataclass(frozen=True)
 class Batch:
     """What a decision depends on, of the running requests."""
@@ -245,10 +118,9 @@ class AdaptiveDrafts:
         self._steps = EVERY  # from the last decision to the next
         self._countdown = 0
         self._decided_at = 0  # number of requests at the last decision
-        self.added = Overheads()  # of the device
-        self.host = Overheads()  # the host's own time, which overlaps with the device's
-        self._trying = 0  # steps that are left of a trial of fewer drafts
-        self._try_gap, self._untried = FIRST_TRY, 0  # steps until a trial, and so far
+        self.added = 0.0  # seconds of a step beyond those of its graph
+        self.host = 0.0  # seconds of the host in a step
+        self.trial = TrialOfFewer()
         self._made = False  # whether the last step that was noted made drafts
         self._lost = 0.0  # seconds, since some requests get no drafts
         self._patience, self._kept = 1, 0  # after tokens were computed again for nothing
@@ -263,6 +135,8 @@ class AdaptiveDrafts:
         self._countdown -= 1
         # A batch of another size is decided on at once.
         far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
+        if num_reqs and far:
+            self.trial.forget()
         if num_reqs and (self._countdown <= 0 or far or not self._speed_known(num_reqs)):
             if self.decide(self._read_batch(scheduler), self._steps - max(self._countdown, 0)):
                 scheduler.redraft = True
@@ -310,15 +184,14 @@ class AdaptiveDrafts:
 
         num_steps: since the last decision
         """
-        if self._trying > 0 and batch.drafted and self._speed_known(batch.num_reqs):
-            self._trying -= num_steps
-            if self._trying > 0:
-                return False
+        tried = self.trial.left > 0
+        if tried and self._goes_on(batch, num_steps):
+            return False
         speeds = self._speeds(batch, batch.drafted)
         best, current = max(speeds, key=lambda count: speeds[count]), self.num_drafts
         if not any(speeds.values()):  # more requests than any graph has
             self.num_drafts = 0
-        elif speeds[best] > (MORE if best > current else 1.0) * speeds[current]:
+        elif speeds[best] > (MORE if best > current and not tried else 1.0) * speeds[current]:
             self.num_drafts = best
         if self._lacks_too_much(batch, speeds[self.num_drafts], num_steps):
             with_all = self._speeds(batch, batch.drafted + batch.lacking)
@@ -352,24 +225,25 @@ class AdaptiveDrafts:
         seconds = self.times.at(num_reqs, num_drafts)
         if seconds is None:
             return None
-        host = self.host.of(num_drafts)
-        if bool(num_drafts) != bool(self.host.source(num_drafts)):
-            host *= HOST_DRAFTING if num_drafts else 1 / HOST_DRAFTING
-        less, more = sorted((seconds + self.added.of(num_drafts), host))
-        return more + APART * less
+        host = self.host * HOST_DRAFTING if num_drafts else self.host
+        less, more = sorted((seconds + self.added, host))
+        return more + APART * less + self.trial.held.get(num_drafts, 0.0)
 
     def _try_fewer(self, batch: Batch, num_steps: int) -> None:
-        """Now and then, where a step takes much that no graph was timed with."""
+        """None at all are not tried: that would cost the drafter its KV."""
         place = self.counts.index(self.num_drafts)
-        if place < 2:  # none at all would cost the drafter its KV
-            return
-        self._untried += num_steps
         graph = self.times.at(batch.num_reqs, self.num_drafts)
-        other = self.host.of(self.num_drafts) + self.added.of(self.num_drafts)
-        if self._untried < self._try_gap or graph is None or other < UNSURE * graph:
-            return
-        self._try_gap, self._untried = min(2 * self._try_gap, LAST_TRY), 0
-        self.num_drafts, self._trying = self.counts[place - 1], LEARNED
+        if place > 1 and graph is not None and self.trial.begin(self.num_drafts, num_steps, graph):
+            self.num_drafts = self.counts[place - 1]
+
+    def _goes_on(self, batch: Batch, num_steps: int) -> bool:
+        """Whether a trial does; it ends where nothing could be learned from it."""
+        more = self.counts[self.counts.index(self.num_drafts) + 1]
+        graph = self.times.at(batch.num_reqs, more)
+        if graph is None or not batch.drafted:
+            self.trial.left = 0
+            return False
+        return self.trial.go_on(self.num_drafts, num_steps, graph)
 
     def _lacks_too_much(self, batch: Batch, speed: float, num_steps: int) -> bool:
         """Whether requests without drafts have cost as much time as it takes to mend that.
@@ -430,16 +304,20 @@ class AdaptiveDrafts:
             self.acceptance.limit()
 
     def _note_time(self, plan: StepPlan, time: StepTime) -> None:
-        expected = self.times.at(len(plan.rows), plan.num_drafts)
+        num_reqs, first = len(plan.rows), plan.rows[0]  # decodes come first
+        expected = self.times.at(num_reqs, plan.num_drafts)
         if expected is None:
             return
+        if first.decodes:
+            most = MUCH * max(self.times.at(num_reqs, each) or 0.0 for each in self.counts)
+            self.trial.note(first.num_tokens - 1, min(time.seconds - expected, most))
         if not self.host_computes:
             busy = min(time.seconds - time.waited, MUCH * expected)
-            self.host.note(plan.num_drafts, busy)
-            if time.waited < 0.02 * time.seconds:
-                return  # the device waits for the host: what it takes itself is not known
+            self.host += (busy - self.host) / AVERAGED
         added = min(max(time.seconds - expected, 0.0), MUCH * expected)
-        self.added.note(plan.num_drafts, added)
+        if not self.host_computes and time.waited < 0.02 * time.seconds:
+            added = min(added, self.added)  # the device waits for the host: it takes less than that
+        self.added += (added - self.added) / AVERAGED
 
     # ---- what it says ----
 

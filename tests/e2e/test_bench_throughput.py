@@ -156,16 +156,18 @@ def test_an_engine_has_room_for_the_load_and_no_more() -> None:
     asked = Traffic((1, 4), 8, 10, questions=[[1] * 40, [2] * 9])  # 40 + 10 + 16 tokens
     assert sized_cache(asked, engine, 200) == {"num_kv_blocks": 4 * 5 + 1}
     assert sized_cache(asked, engine, 512) == {"num_kv_blocks": 512 // 16 + 1}
+    assert sized_cache(asked, {**engine, "max_num_seqs": 64}, 200) == {"num_kv_blocks": 4 * 5 + 1}
     assert sized_cache(asked, given, 512) == {}
+    assert sized_cache(asked, {**engine, "gpu_memory_utilization": 0.5}, 512) == {}
 
 
 class FakeLLM:
     """Its engine answers at once."""
 
-    def __init__(self, drafts: int | str, order: list[int | str]) -> None:
+    def __init__(self, drafts: int | str, order: list[int | str], place: str) -> None:
         self.engine = SimpleNamespace(add_request=self.add, step=self.step)
-        schedule = SimpleNamespace(adaptive=drafts == "auto")
-        self.config = SimpleNamespace(schedule=schedule, spec=None)
+        schedule, device = SimpleNamespace(adaptive=drafts == "auto"), SimpleNamespace(device=place)
+        self.config = SimpleNamespace(schedule=schedule, spec=None, device=device)
         self.drafts, self.order, self.waiting = drafts, order, list[str]()
 
     def add(self, name: str, *_: Any, final_only: bool) -> None:
@@ -178,17 +180,20 @@ class FakeLLM:
         return [SimpleNamespace(request_id=name, outputs=[answer]) for name in done]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_engines_take_turns_if_they_fit(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each is gone before the next starts."""
+@pytest.mark.parametrize(("place", "fits"), [("cuda:0", True), ("cuda:0", False), ("cpu", False)])
+def test_engines_take_turns_if_they_fit(
+    place: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, and on a CPU, each is gone before the next starts."""
     order, told = list[int | str](), list[str]()
     alive = weakref.WeakSet[FakeLLM]()
 
     def start(drafts: int | str) -> Any:
         gc.collect()
-        if alive and not together:
+        assert not alive or place != "cpu"
+        if alive and not fits:
             raise MemoryShortage("the weights take 15 GiB", "buy more")
-        alive.add(llm := FakeLLM(drafts, order))
+        alive.add(llm := FakeLLM(drafts, order, place))
         return llm
 
     monkeypatch.setattr(Traffic, "prompts", lambda self, llm, count: [[1]] * count)
@@ -196,9 +201,19 @@ def test_engines_take_turns_if_they_fit(together: bool, monkeypatch: pytest.Monk
     report = measure_loads(start, traffic, [0, 3, "auto"], 2, told.append)
     assert [row.drafts for row in report.rows] == [0, 3, "auto"]
     assert [len(row.runs) for row in report.rows] == [2, 2, 2]
-    turns = [0, 3, "auto"] * 3 if together else [0] * 3 + [3] * 3 + ["auto"] * 3
-    assert order == turns
-    assert any("one after another" in line for line in told) == (not together)
+    assert order == ([0, 3, "auto"] * 3 if fits else [0] * 3 + [3] * 3 + ["auto"] * 3)
+    noted = [line for line in told if "one after another" in line]
+    assert len(noted) == (place != "cpu" and not fits)
+
+
+def test_what_is_wrong_with_a_later_engine_is_said_at_once() -> None:
+    def start(drafts: int | str) -> Any:
+        if drafts:
+            raise ConfigError("no such head")
+        return FakeLLM(drafts, [], "cuda:0")
+
+    with pytest.raises(ConfigError, match="no such head"):
+        measure_loads(start, Traffic((1,), 8, 8), [0, 3], 1, lambda line: None)
 
 
 def test_an_engine_that_never_fits_is_refused() -> None:

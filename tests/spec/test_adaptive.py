@@ -18,7 +18,8 @@ from stoop.config.speculation import settle_speculation
 from stoop.core.request import Request
 from stoop.core.step import StepPlan
 from stoop.engine import choose_drafter
-from stoop.engine.draft_policy import AdaptiveDrafts, StepTimes
+from stoop.engine.draft_estimates import StepTimes
+from stoop.engine.draft_policy import AdaptiveDrafts
 from stoop.graph.sanitizer import SanitizerError
 from stoop.scheduler.plan import PlanBuilder
 from stoop.scheduler.prefix_cache import PrefixCache

@@ -17,7 +17,8 @@ from stoop.engine import choose_drafter as chooser
 from stoop.engine import draft_costs, draft_trial
 from stoop.engine.choose_drafter import choose_drafter, choose_drafts, expand_auto
 from stoop.engine.draft_costs import CostStore, DraftCosts
-from stoop.engine.draft_policy import AdaptiveDrafts, usual_rates
+from stoop.engine.draft_estimates import usual_rates
+from stoop.engine.draft_policy import AdaptiveDrafts
 from stoop.engine.draft_trial import DraftTrial
 from stoop.models.registry import read_model_spec
 from stoop.worker.runner import ModelRunner

@@ -111,8 +111,8 @@ def throughput(
 
     With --load, --k, --shape or --questions: a table of tokens/s by requests at once and drafts per
     step, with the ratio to plain decoding and to the best fixed number of drafts. Each K gets its
-    own engine, without prefix caching; engines take turns, or run one after another if they do not
-    fit into memory together.
+    own engine, without prefix caching; engines take turns, or run one after another on a CPU or if
+    they do not fit into memory together.
     """
     given = (shape, k, load, questions, repeat, head, draft_vocab_size, peer, python, raw or None)
     check_engine(model, engine)
@@ -351,7 +351,9 @@ def _model_engines(
     # Runs repeat questions, and every one is computed.
     plain = {**engine, "enable_prefix_caching": False, "speculative_config": None}
     plain["max_num_seqs"] = engine["max_num_seqs"] or max(traffic.loads)
-    plain |= sized_cache(traffic, engine, settle_engine(model, plain).schedule.max_model_len)
+    settled = settle_engine(model, plain)
+    if settled.device.device != "cpu":
+        plain |= sized_cache(traffic, engine, settled.schedule.max_model_len)
     engines: Engines = {}
     for each in drafts:
         given = drafter or {}
@@ -367,11 +369,13 @@ def _starter(shape: str | None, engines: "Engines") -> "StartWith":
         try:
             return start_llm(*engines[drafts])
         except MemoryShortage as error:
-            if shape is None:
+            if shape is not None:
+                problem = f"--shape {shape}: {error.problem}"
+                advice = "choose a smaller shape, or lower --load, --input-len or --output-len"
+                raise MemoryShortage(problem, advice) from None
+            if "KV cache" not in error.problem:
                 raise
-            raise ConfigError(
-                f"--shape {shape}: {error.problem}; choose a smaller shape, or lower --load, "
-                "--input-len or --output-len"
-            ) from None
+            advice = "lower --load or --output-len, or set --kv-cache-memory"
+            raise MemoryShortage(error.problem, advice) from None
 
     return start
