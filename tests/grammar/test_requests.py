@@ -410,10 +410,11 @@ def test_grammars_that_take_too_long_are_bounded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their threads are replaced, up to a limit; then new grammars are refused, and no others."""
+    others = _grammar_threads()
     stuck = Stuck(monkeypatch)
     llm = make_grammar_llm(model)
     assert ask(llm, {"regex": "fast"}).text == "fast"
-    before = _num_grammar_threads()
+    assert len(_grammar_threads() - others) == compiler.NUM_WORKERS
     count = compiler.NUM_WORKERS + crew.MAX_STUCK
     params = [GREEDY.replace(structured_outputs={"regex": f"slow{i}"}) for i in range(count + 3)]
     found = llm.generate(["hi"] * len(params), params, use_tqdm=False)
@@ -422,31 +423,31 @@ def test_grammars_that_take_too_long_are_bounded(
     assert reasons[count:] == [crew.BUSY] * 3
     assert ask(llm, {"regex": "another"}).stop_reason == crew.BUSY
     assert ask(llm, {"regex": "fast"}).text == "fast"  # it is known
-    assert _num_grammar_threads() == before + crew.MAX_STUCK
+    assert len(_grammar_threads() - others) == compiler.NUM_WORKERS + crew.MAX_STUCK
     stuck.go.set()
     for _ in range(500):
-        if _num_grammar_threads() == before:
+        if len(_grammar_threads() - others) == compiler.NUM_WORKERS:
             break
         time.sleep(0.02)
-    assert _num_grammar_threads() == before
+    assert len(_grammar_threads() - others) == compiler.NUM_WORKERS
     assert ask(llm, {"regex": "another"}).text == "another"
 
 
-def _num_grammar_threads() -> int:
-    return sum(each.name == "stoop-grammars" for each in threading.enumerate())
+def _grammar_threads() -> set[threading.Thread]:
+    """Also those of stores of earlier tests, which end at any time: count the new ones."""
+    return {each for each in threading.enumerate() if each.name == "stoop-grammars"}
 
 
 def test_threads_end_with_their_store(model: Path) -> None:
-    before = _num_grammar_threads()
+    others = _grammar_threads()
     store = GrammarStore(str(model), 330)
     store.get(StructuredOutputs(regex="a"))
-    assert _num_grammar_threads() == before + compiler.NUM_WORKERS
+    own = _grammar_threads() - others
+    assert len(own) == compiler.NUM_WORKERS
     del store
-    for _ in range(500):
-        if _num_grammar_threads() <= before:
-            return
-        time.sleep(0.02)
-    raise AssertionError(_num_grammar_threads())
+    for each in own:
+        each.join(timeout=10)
+    assert not own & _grammar_threads()
 
 
 def test_warming_up_loads_what_the_first_grammar_needs(
