@@ -21,7 +21,7 @@ from stoop.config.options import translate
 from stoop.config.schema import (
     DTYPES,
     FP8,
-    MAX_DEFAULT_SIZE,
+    MAX_CAPTURE_SIZE,
     CacheConfig,
     Config,
     DeviceConfig,
@@ -228,9 +228,7 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
         mode = default_graph_mode(device)
     if mode == "none":
         options = _without_graphs(options)
-    largest = _given(
-        "max_capture_size", options.max_capture_size, MAX_DEFAULT_SIZE, MAX_DEFAULT_SIZE
-    )
+    largest = _given("max_capture_size", options.max_capture_size, MAX_CAPTURE_SIZE)
     if options.capture_sizes is None:
         return GraphConfig(mode, None, sanitize, largest, options.capture_structured)
     sizes = parse_sizes(options.capture_sizes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 DEFAULT_MODEL = "smollm2-135m"  # it ships with stoop
-MAX_DEFAULT_SIZE = 512  # the largest batch that graphs are captured for by default
+MAX_CAPTURE_SIZE = 512  # the largest batch that graphs are captured for, unless users say more
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"  # for the KV cache only
 
@@ -168,7 +168,7 @@ class GraphConfig:
     mode: str = "none"
     capture_sizes: tuple[int, ...] | None = None  # None: the defaults
     sanitize: bool = False
-    max_capture_size: int = MAX_DEFAULT_SIZE  # of the defaults
+    max_capture_size: int = MAX_CAPTURE_SIZE  # of the sizes that are not given
     capture_structured: bool = False  # whole steps of requests with a grammar, too
 
 
@@ -337,8 +337,9 @@ class EngineOptions:
     max_capture_size: int | None = field(
         default=None,
         metadata={
-            "help": "largest of the default batch sizes to capture graphs for; default: "
-            f"{MAX_DEFAULT_SIZE}"
+            "help": "largest of the default batch sizes to capture graphs for; more makes prompts "
+            "of small models faster, and takes start-up time and memory; default: "
+            f"{MAX_CAPTURE_SIZE}"
         },
     )
     sanitize: bool = field(

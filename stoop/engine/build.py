@@ -8,7 +8,7 @@ from stoop.checkpoint.fetch import resolve_model
 from stoop.config.check import check_options
 from stoop.config.errors import ConfigError
 from stoop.config.resolve import log_ignored, resolve
-from stoop.config.schema import MAX_DEFAULT_SIZE, Config, EngineOptions, ModelSpec
+from stoop.config.schema import Config, EngineOptions, ModelSpec
 from stoop.config.speculation import asks_for_auto
 from stoop.core.report import Report
 from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
@@ -118,7 +118,7 @@ def _make_policy(
     log.info("drafts per step: %s", made.describe())
     largest, graph = made.times.sizes[-1], config.graph
     if largest < schedule.max_num_seqs:
-        limited = graph.capture_sizes is None and graph.max_capture_size < MAX_DEFAULT_SIZE
+        limited = graph.capture_sizes is None
         log.warning(
             "steps of more than %d requests make no drafts, since no larger decode batch is "
             "captured: %s, up to max_num_seqs=%d, or lower that",

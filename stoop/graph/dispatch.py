@@ -4,16 +4,18 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stoop.config.schema import MAX_DEFAULT_SIZE
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.descriptor import BatchExecutionDescriptor, RunMode
 
 
 def default_sizes(limit: int) -> list[int]:
-    """1, 2, 4, then with growing gaps up to `limit` itself."""
-    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)}
-    sizes |= set(range(256, MAX_DEFAULT_SIZE + 1, 64))
-    return sorted({size for size in sizes if size < limit} | {min(limit, MAX_DEFAULT_SIZE)})
+    """1, 2, 4, then with gaps of an eighth to a quarter, up to `limit` itself."""
+    sizes = {1, 2, 4, *range(8, 64, 8)}
+    start = 64
+    while start < limit:
+        sizes |= set(range(start, 2 * start, start // 4))
+        start *= 2
+    return sorted({size for size in sizes if size < limit} | {limit})
 
 
 @dataclass(frozen=True)

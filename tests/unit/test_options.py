@@ -399,8 +399,9 @@ def test_the_largest_size_has_vllms_names() -> None:
         assert (graph.capture_sizes, graph.max_capture_size) == (None, 64)
         assert resolved("cpu", **options).graph.mode == "none"
     assert resolved("cuda:0").graph.max_capture_size == 512
-    with pytest.raises(ConfigError, match="max_capture_size=1024: use at most 512"):
-        resolved("cuda:0", max_cudagraph_capture_size=1024)
+    assert resolved("cuda:0", max_cudagraph_capture_size=1024).graph.max_capture_size == 1024
+    with pytest.raises(ConfigError, match="max_capture_size=0: use a whole number of at least 1"):
+        resolved("cuda:0", max_capture_size=0)
     with pytest.raises(ConfigError, match=r"max_capture_size=8 and capture_sizes=.* disagree"):
         resolved("cuda:0", max_capture_size=8, capture_sizes="4,16")
 
