@@ -20,13 +20,13 @@ class Arena:
     """An allocator over chunks of bytes whose addresses never change."""
 
     def __init__(self) -> None:
-        self._chunks: list[np.ndarray] = []
+        self._chunks: list[_Chunk] = []
         self._free: list[tuple[int, int, int]] = []  # (chunk, start, bytes), in order
         self._live: set[tuple[int, int]] = set()  # places of the current tape that are in use
 
     @property
     def num_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks)
+        return sum(chunk.num_bytes for chunk in self._chunks)
 
     @property
     def num_live(self) -> int:
@@ -35,7 +35,7 @@ class Arena:
     def restart(self) -> None:
         """Give all of the arena to the next tape."""
         self._live = set()
-        self._free = [(i, 0, chunk.nbytes) for i, chunk in enumerate(self._chunks)]
+        self._free = [(i, 0, chunk.num_bytes) for i, chunk in enumerate(self._chunks)]
 
     def empty_strided(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
@@ -47,7 +47,7 @@ class Arena:
         num_bytes = max(-(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         chunk, start = self._take(num_bytes)
         # torch keeps the array alive as long as any tensor uses this memory, views included.
-        place = np.ndarray(num_bytes, np.uint8, buffer=self._chunks[chunk].data, offset=start)
+        place = self._chunks[chunk].memory[start : start + num_bytes]
         self._live.add((chunk, start))
         weakref.finalize(place, self._give, self._free, self._live, (chunk, start, num_bytes))
         flat = torch.from_numpy(place).view(dtype)
@@ -62,14 +62,13 @@ class Arena:
         """A tensor over a place, whether or not it is in use."""
         chunk = self._chunk_of(address)
         assert chunk is not None, hex(address)
-        offset = address - chunk.ctypes.data
-        flat = torch.from_numpy(chunk)[offset : offset + (chunk.nbytes - offset) // 8 * 8]
-        return flat.view(dtype).as_strided(size, stride)
+        return chunk.viewed_as(dtype).as_strided(
+            size, stride, (address - chunk.start) // dtype.itemsize
+        )
 
-    def _chunk_of(self, address: int) -> np.ndarray | None:
+    def _chunk_of(self, address: int) -> "_Chunk | None":
         for chunk in self._chunks:
-            start = chunk.ctypes.data
-            if start <= address < start + chunk.nbytes:
+            if chunk.start <= address < chunk.end:
                 return chunk
         return None
 
@@ -81,9 +80,7 @@ class Arena:
                     insort(self._free, (chunk, start + num_bytes, length - num_bytes))
                 return chunk, start
         size = max(num_bytes, CHUNK_BYTES)
-        raw = np.empty(size + ALIGNMENT, np.uint8)
-        skip = -raw.ctypes.data % ALIGNMENT
-        self._chunks.append(raw[skip : skip + size])
+        self._chunks.append(_Chunk(size))
         if size > num_bytes:
             insort(self._free, (len(self._chunks) - 1, num_bytes, size - num_bytes))
         return len(self._chunks) - 1, 0
@@ -104,6 +101,26 @@ class Arena:
                 a, b = free[left], free[left + 1]
                 if a[0] == b[0] and a[1] + a[2] == b[1]:
                     free[left : left + 2] = [(a[0], a[1], a[2] + b[2])]
+
+
+class _Chunk:
+    """Aligned bytes, and where they are."""
+
+    def __init__(self, num_bytes: int) -> None:
+        raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+        skip = -raw.ctypes.data % ALIGNMENT
+        self.memory = raw[skip : skip + num_bytes]
+        self.num_bytes = num_bytes
+        self.start = self.memory.ctypes.data
+        self.end = self.start + num_bytes
+        self._views: dict[torch.dtype, Tensor] = {}
+
+    def viewed_as(self, dtype: torch.dtype) -> Tensor:
+        """All of it."""
+        found = self._views.get(dtype)
+        if found is None:
+            found = self._views[dtype] = torch.from_numpy(self.memory).view(dtype)
+        return found
 
 
 def address_of(tensor: Tensor) -> int:

@@ -37,9 +37,13 @@ _SILENT_VIEWS = frozenset(
 _OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
+SEQUENCES = (tuple, list)
+NESTED = (tuple, list, dict)
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """The elements of arguments or results, through lists, tuples and dictionaries."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, SEQUENCES):
         for each in value:
             yield from leaves(each)
     elif isinstance(value, dict):
@@ -51,8 +55,11 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply the function to each leaf, keeping lists, tuples and dictionaries."""
-    if isinstance(value, tuple | list):
-        return type(value)([mapped(function, each) for each in value])
+    if isinstance(value, SEQUENCES):
+        found = [
+            mapped(function, each) if isinstance(each, NESTED) else function(each) for each in value
+        ]
+        return found if type(value) is list else type(value)(found)
     if isinstance(value, dict):
         return {name: mapped(function, each) for name, each in value.items()}
     return function(value)
@@ -91,10 +98,10 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    written = [
-        args[index] if index < len(args) else kwargs.get(name)
-        for index, name in _written_places(func)
-    ]
+    places = _written_places(func)
+    if not places:
+        return []
+    written = [args[index] if index < len(args) else kwargs.get(name) for index, name in places]
     return [value for value in leaves(written) if isinstance(value, Tensor)]
 
 

@@ -142,8 +142,7 @@ class _Watcher(LeafMode):
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_view(func):
-            with _disable_current_modes():
-                self._note(func, args, kwargs)
+            self._note(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -159,13 +158,15 @@ class _Watcher(LeafMode):
         buffer = self._find(tensor)
         if buffer is not None:
             relied, written = self.relied_on[buffer.name], self._written[buffer.name]
-            part = _same_part(relied, tensor)
-            part |= ~_same_part(written, tensor)
+            with _disable_current_modes():  # a capture around us must not record this
+                part = _same_part(relied, tensor)
+                part |= ~_same_part(written, tensor)
 
     def _write(self, tensor: Tensor) -> None:
         buffer = self._find(tensor)
         if buffer is not None:
-            _same_part(self._written[buffer.name], tensor).fill_(True)
+            with _disable_current_modes():
+                _same_part(self._written[buffer.name], tensor).fill_(True)
 
     def _find(self, tensor: Tensor) -> Buffer | None:
         return self._buffers.get(tensor.untyped_storage().data_ptr())

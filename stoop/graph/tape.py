@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stoop.graph.arena import Arena, address_of
 from stoop.graph.operations import (
+    SEQUENCES,
     LeafMode,
     base_name,
     is_view,
@@ -266,7 +267,7 @@ def _signature(value: Any) -> Any:
     """The part of an argument that the shapes of an operation's outputs can depend on."""
     if isinstance(value, Tensor):
         return _shape_of(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, SEQUENCES):
         return tuple(map(_signature, value))
     if isinstance(value, dict):
         return tuple((name, _signature(each)) for name, each in value.items())
