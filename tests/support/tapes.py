@@ -28,7 +28,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def poison(backend: TapeBackend) -> None:
     """All ones: NaN, -1 or True. No tape may keep anything in the arena between replays."""
     for chunk in backend.arena._chunks:
-        chunk.fill(255)
+        chunk.memory.fill(255)
 
 
 def flatten(result: Any) -> list[Tensor]:
