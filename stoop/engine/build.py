@@ -14,14 +14,17 @@ from stoop.core.report import Report
 from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
 from stoop.engine.choose_weights import choose_packed
 from stoop.engine.core import EngineCore
-from stoop.engine.draft_estimates import StepTimes, usual_rates
+from stoop.engine.draft_estimates import usual_rates
 from stoop.engine.draft_policy import AdaptiveDrafts
-from stoop.engine.draft_trial import DraftTrial
+from stoop.engine.eager_costs import EagerCosts
+from stoop.engine.step_costs import GraphCosts, StepTimes
 from stoop.engine.uniproc import UniprocExecutor
 from stoop.models.registry import read_model_spec
 from stoop.worker.device import find_device
 
 log = logging.getLogger(__name__)
+
+FEW_DRAFTS = 3
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,6 @@ class CoreBuilder:
         config = self._settle(choice)
         executor = UniprocExecutor(config, self._report)
         core = EngineCore(config.schedule, config.cache, executor)
-        core.trial = _make_trial(config, choice)
         if config.schedule.adaptive:
             core.drafts = _make_policy(config, choice, executor)
         return BuiltCore(config, executor, core)
@@ -97,9 +99,36 @@ class CoreBuilder:
 def _make_policy(
     config: Config, choice: DrafterChoice, executor: UniprocExecutor
 ) -> AdaptiveDrafts | None:
+    schedule, eager = config.schedule, config.graph.mode == "none"
+    costs = _eager_costs(config, choice) if eager else _graph_costs(config, executor)
+    if costs is None:
+        return None
+    made = AdaptiveDrafts(
+        costs,
+        costs.counts,
+        usual_rates(choice.usual_tokens, schedule.num_drafts),
+        has_kv=schedule.drafter_has_kv,
+        keeps_prefixes=config.cache.enable_prefix_caching and executor.caches_prefixes,
+        hopeful=eager,
+    )
+    log.info("drafts per step: %s", made.describe())
+    return made
+
+
+def _eager_costs(config: Config, choice: DrafterChoice) -> EagerCosts:
+    """Without graphs, each number of drafts can be made. Few are measured sooner."""
+    schedule, store = config.schedule, choice.store
+    most = schedule.num_drafts
+    counts = range(most + 1) if most <= FEW_DRAFTS else schedule.draft_counts
+    if store is None:
+        return EagerCosts(counts)
+    return EagerCosts(counts, store.undisturbed(), store.add)
+
+
+def _graph_costs(config: Config, executor: UniprocExecutor) -> GraphCosts | None:
     """Times every decode graph."""
-    runner, schedule = executor.runner, config.schedule
-    times = runner.time_decodes()
+    schedule, graph = config.schedule, config.graph
+    times = executor.runner.time_decodes()
     if {num_drafts for _, num_drafts in times} != set(schedule.draft_counts):
         log.warning(
             "every step makes %d drafts: their number varies only where decode batches of all "
@@ -107,16 +136,8 @@ def _make_policy(
             schedule.num_drafts,
         )
         return None
-    made = AdaptiveDrafts(
-        StepTimes(times),
-        schedule.draft_counts,
-        usual_rates(choice.usual_tokens, schedule.num_drafts),
-        host_computes=config.device.device == "cpu",
-        has_kv=schedule.drafter_has_kv,
-        keeps_prefixes=config.cache.enable_prefix_caching and executor.caches_prefixes,
-    )
-    log.info("drafts per step: %s", made.describe())
-    largest, graph = made.times.sizes[-1], config.graph
+    made = StepTimes(times)
+    largest = made.sizes[-1]
     if largest < schedule.max_num_seqs:
         limited = graph.capture_sizes is None
         log.warning(
@@ -126,14 +147,4 @@ def _make_policy(
             "raise max_capture_size" if limited else "give larger capture_sizes",
             schedule.max_num_seqs,
         )
-    return made
-
-
-def _make_trial(config: Config, choice: DrafterChoice) -> DraftTrial | None:
-    """Only steps that run eagerly, one at a time, can leave out drafts now and then."""
-    if choice.spec is None or choice.store is None:
-        return None
-    if config.graph.mode != "none" or config.schedule.run_ahead:
-        return None
-    store = choice.store
-    return DraftTrial(choice.spec.num_drafts, choice.usual_tokens, store.add, store.undisturbed())
+    return GraphCosts(made, schedule.draft_counts, config.device.device == "cpu")

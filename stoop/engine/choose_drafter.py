@@ -2,7 +2,7 @@
 
 A head comes with a model if it ships with stoop, or as an MTP head in the model's own checkpoint.
 It exists to make its model faster. On a GPU it does. On a CPU, where verifying more tokens takes
-more time, the engine measures while it runs (see `draft_trial`) and keeps the result for the next
+more time, the engine measures while it runs (see `eager_costs`) and keeps the result for the next
 start. Nothing is measured before the first answer. How many drafts of an MTP head are usually
 accepted is not known, so that on a CPU it drafts only if the user asks for it.
 """
@@ -34,7 +34,7 @@ from stoop.models.mtp_config import has_mtp_head, read_mtp_spec
 from stoop.models.registry import read_model_spec
 from stoop.ops.packed import TILE
 
-CPU_DRAFTS = 3  # where nothing has been measured yet, and the maximum
+CPU_DRAFTS = 3  # at most
 GPU_DRAFTS = 3  # at most: as fast as 4 for one request on an H200, and faster for several
 MTP_DRAFTS = 3  # later drafts of a head that was trained to make one are seldom right
 MIN_GAIN = 1.05  # a head with less gain is not worth its memory
@@ -83,14 +83,17 @@ def choose_drafter(
         if asked is None:
             return DrafterChoice(None)
         spec = _settle(asked, options, model, target, report, device, packed)
-        return DrafterChoice(spec, usual_tokens=usual)
+        head, store = Path(spec.folder or ""), None
+        if spec.adaptive and _measures_steps(options, device) and CostStore.can_name(head):
+            store = CostStore(options, model, head, packed)
+        return DrafterChoice(spec, store=store, usual_tokens=usual)
     if options.load_format == "dummy":
         return DrafterChoice(None)
     folder = shipped_head(target)
     if folder is None:
         return _choose_mtp(options, model, target, device, report)
     num_drafts, note, store = GPU_DRAFTS, "the head that ships with stoop", None
-    lengths = acceptance_lengths(folder)
+    lengths, adaptive = acceptance_lengths(folder), None
     if device == "cpu":
         store = CostStore(options, model, folder, packed)
         costs = store.load()
@@ -99,7 +102,11 @@ def choose_drafter(
         if num_drafts == 0:
             return DrafterChoice(None, why)
         note += why
-    wanted = SpecOptions("eagle3", str(folder), num_speculative_tokens=num_drafts)
+        if _measures_steps(options, device):
+            num_drafts, adaptive = CPU_DRAFTS, True
+    wanted = SpecOptions(
+        "eagle3", str(folder), num_speculative_tokens=num_drafts, adaptive=adaptive
+    )
     spec = _settle(wanted, options, model, target, report, device, packed)
     return DrafterChoice(spec, note, store, lengths)
 
@@ -133,16 +140,17 @@ def _with_own_head(asked: SpecOptions, model: ModelSpec, target: Path, dummy: bo
 
 
 def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int, str]:
-    """How many drafts per step, and why, from what earlier runs measured."""
-    if costs is None:
-        return CPU_DRAFTS, "; stoop measures while it runs whether this helps here"
-    times = costs.times(CPU_DRAFTS)
+    """How many drafts per step are fastest, and why, from what earlier runs measured."""
+    times = costs.times(CPU_DRAFTS) if costs is not None else None
+    if times is None:
+        return CPU_DRAFTS, ""
     num_drafts, gain = choose_drafts(times, lengths)
     if num_drafts == 0:
         return 0, f"the model's head does not make it faster here ({gain:.2f}x at best)"
+    drafts = "1 draft" if num_drafts == 1 else f"{num_drafts} drafts"
     return num_drafts, (
-        f": a step took {times[num_drafts]:.0f} ms here instead of {times[0]:.0f}, and yields "
-        f"{lengths[num_drafts - 1]:.1f} tokens on benchmarks"
+        f": a step with {drafts} took {times[num_drafts]:.1f} ms here instead of {times[0]:.1f}, "
+        f"and yields {lengths[num_drafts - 1]:.1f} tokens on benchmarks"
     )
 
 
@@ -178,17 +186,24 @@ def _captures_decodes(options: EngineOptions, device: str) -> bool:
     return (default_graph_mode(device) if mode == "auto" else mode) not in ("none", "piecewise")
 
 
+def _measures_steps(options: EngineOptions, device: str) -> bool:
+    """Whether steps can be timed while requests are served: each runs alone, on the host."""
+    mode = default_graph_mode(device) if options.graph_mode == "auto" else options.graph_mode
+    return device == "cpu" and mode == "none" and not options.run_ahead
+
+
 def _check_adaptive(
     spec: SpecConfig, wanted: SpecOptions, options: EngineOptions, device: str
 ) -> SpecConfig:
-    if spec.adaptive and not _captures_decodes(options, device):
+    varies = _captures_decodes(options, device) or _measures_steps(options, device)
+    if spec.adaptive and not varies:
         asked = "adaptive=true"
         if wanted.num_speculative_tokens == AUTO:
             asked = "num_speculative_tokens=auto"
+        other = ", or to none with run_ahead=0" if device == "cpu" else ""
         raise ConfigError(
             f"speculative_config has {asked}, which needs graphs of decode batches: give a fixed "
-            "number of drafts, or set graph_mode to step or full (without speculative_config, a "
-            "CPU measures whether drafts pay)"
+            f"number of drafts, or set graph_mode to step or full{other}"
         )
     return spec
 

@@ -17,11 +17,11 @@ from typing import Any
 from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta, EngineRequest
 from stoop.core.request import PromptLimits, Request
-from stoop.core.step import StepPlan, StepResult
+from stoop.core.step import StepPlan
 from stoop.engine.compiling import CompilingRequests
-from stoop.engine.draft_policy import DraftPolicy, StepTime
-from stoop.engine.draft_trial import DraftTrial
+from stoop.engine.draft_policy import DraftPolicy
 from stoop.engine.executor import Executor, StepHandle
+from stoop.engine.step_costs import StepTime
 from stoop.scheduler.hybrid import HybridScheduler
 from stoop.scheduler.scheduler import Scheduler
 
@@ -40,10 +40,8 @@ class EngineCore:
         self.executor = executor
         self.scheduler = _make_scheduler(schedule, cache, executor)
         self.compiling = CompilingRequests(executor)
-        self.trial: DraftTrial | None = None  # where it is open whether drafts pay
         self.drafts: DraftPolicy | None = None  # chooses how many drafts each step makes
         self._run_ahead = schedule.run_ahead
-        self._num_drafts = schedule.num_drafts
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._at_hand: StepPlan | None = None
         self._step_seconds = 0.0  # in all steps since the start
@@ -99,8 +97,6 @@ class EngineCore:
         if failed or not self.scheduler.has_work:
             self._check_idle()
             return failed
-        if self.trial is not None:
-            self._ask_trial(self.trial)
         started = time.perf_counter()
         while self._may_launch():
             if self.drafts is not None:
@@ -116,18 +112,20 @@ class EngineCore:
         result = launched.result()
         self._in_flight.popleft()
         if self.drafts is not None:
-            self.drafts.note(self._at_hand, result, self._time_step(self.executor.waited - waited))
-        if self.trial is not None:
-            self._note_trial(self.trial, self._at_hand, result, time.perf_counter() - started)
+            taken = self._time_step(started, self.executor.waited - waited)
+            self.drafts.note(self._at_hand, result, taken)
         deltas = self.scheduler.update(result)
         self._check_idle()
         self._step_seconds += time.perf_counter() - started
         return deltas
 
-    def _time_step(self, waited: float) -> StepTime | None:
+    def _time_step(self, started: float, waited: float) -> StepTime | None:
         """The time since the result before, of which the host waited so long."""
-        before, self._landed = self._landed, time.perf_counter()
-        return None if before is None else StepTime(self._landed - before, waited)
+        before, now, executor = self._landed, time.perf_counter(), self.executor
+        self._landed = now
+        if before is None:
+            return None
+        return StepTime(now - before, waited, now - started, executor.draft_seconds, executor.busy)
 
     def _admit_compiled(self) -> list[Delta]:
         """Queue the requests whose grammar is compiled; returns the deltas of those that failed.
@@ -155,32 +153,13 @@ class EngineCore:
             return False
         return len(self._in_flight) <= self._run_ahead
 
-    def _note_trial(
-        self, trial: DraftTrial, plan: StepPlan, result: StepResult, seconds: float
-    ) -> None:
-        """A step that only decodes shows what drafts cost, if all of its requests have them."""
-        if any(row.num_computed < row.num_prompt_tokens for row in plan.rows):
-            return
-        count = len(plan.rows)
-        if all(row.num_drafts == self._num_drafts for row in result.rows):
-            trial.note_drafted(seconds, sum(len(row.token_ids) for row in result.rows), count)
-        elif all(row.num_tokens == 1 for row in plan.rows):
-            trial.note_plain(seconds - self.executor.draft_seconds, self.executor.busy, count)
-
-    def _ask_trial(self, trial: DraftTrial) -> None:
-        """Set the number of drafts of the next step."""
-        scheduler, count = self.scheduler, len(self.scheduler.running)
-        scheduler.num_places = 0 if trial.wants_plain(count) else self._num_drafts
-        scheduler.num_drafts = self._num_drafts if trial.pays(count) else 0
-        scheduler.keeps_drafter_kv = not trial.hopeless
-
     def _check_idle(self) -> None:
         if not self.scheduler.has_work:  # to wait for grammars is no part of a step, either
             self._landed = None
         if not self.has_work:
             self.scheduler.check_idle()
-            if self.trial is not None:
-                self.trial.note_idle()
+            if self.drafts is not None:
+                self.drafts.note_idle()
 
     # ---- after an exception ----
 

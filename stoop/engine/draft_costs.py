@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,32 +18,54 @@ from stoop.version import __version__
 log = logging.getLogger(__name__)
 
 STORE = "draft-costs.json"
+WEIGHTS = "model.safetensors"
 MAX_LOAD = 1024  # requests at once whose costs are kept
+
+
+def load_of(num_reqs: int) -> int:
+    """Requests are counted in powers of two, rounded up."""
+    return 1 << max(num_reqs - 1, 0).bit_length()
+
+
+def between(known: Mapping[int, float], count: int) -> float:
+    """The time with so many drafts, from those with other numbers: it lies on lines between them,
+    or on the line through the nearest two. known: at least two"""
+    if count in known:
+        return known[count]
+    nearest = sorted(sorted(known), key=lambda each: abs(each - count))[:2]
+    below = [each for each in known if each < count]
+    above = [each for each in known if each > count]
+    low, high = (max(below), min(above)) if below and above else sorted(nearest)
+    found = known[low] + (count - low) * (known[high] - known[low]) / (high - low)
+    return max(found, min(known.values()) / 2)  # times fall no further
 
 
 @dataclass(frozen=True)
 class DraftCosts:
     """How long a step takes that serves one request, or several."""
 
-    num_drafts: int
-    plain_ms: float  # without drafts
-    drafted_ms: float  # verifying `num_drafts` and making as many
+    ms: Mapping[int, float]  # by number of drafts that it verifies and makes
     busy: bool = False  # whether other programs slowed it down
     load: int = 1  # requests, a power of two that is not below their number
 
-    def times(self, max_drafts: int) -> list[float]:
-        """Milliseconds with 0, 1 ... `max_drafts` drafts, which cost about the same each."""
-        each = max(self.drafted_ms - self.plain_ms, 0.0) / self.num_drafts
-        return [self.plain_ms + count * each for count in range(max_drafts + 1)]
+    def times(self, max_drafts: int) -> list[float] | None:
+        """Milliseconds with 0, 1 ... `max_drafts` drafts; None if too little is known."""
+        if len(self.ms) < 2:
+            return None
+        return [between(self.ms, count) for count in range(max_drafts + 1)]
 
     def refined_by(self, newer: "DraftCosts") -> "DraftCosts":
         """The mean of both, unless one was disturbed and the other was not."""
-        if self.num_drafts != newer.num_drafts or (self.busy and not newer.busy):
+        both = self.ms.keys() & newer.ms.keys()
+        if not both or (self.busy and not newer.busy):
             return newer
         if newer.busy and not self.busy:
             return self
-        plain, drafted = self.plain_ms + newer.plain_ms, self.drafted_ms + newer.drafted_ms
-        return dataclasses.replace(newer, plain_ms=plain / 2, drafted_ms=drafted / 2)
+        mean = {count: (self.ms[count] + newer.ms[count]) / 2 for count in both}
+        for ms in (self.ms, newer.ms):  # what one has alone, relative to what both have
+            scale = sum(mean[count] for count in both) / sum(ms[count] for count in both)
+            mean |= {count: ms[count] * scale for count in ms.keys() - both}
+        return dataclasses.replace(newer, ms=dict(sorted(mean.items())))
 
 
 class CostStore:
@@ -54,6 +77,11 @@ class CostStore:
         """packed: weights stay quantised, which makes plain steps much faster"""
         self.path = cache_dir() / STORE
         self.key = _key(options, model, head) + ("|packed" if packed else "")
+
+    @staticmethod
+    def can_name(head: Path) -> bool:
+        """Whether the head is a single file, by which its costs are kept."""
+        return (head / WEIGHTS).is_file()
 
     def load(self, load: int = 1) -> DraftCosts | None:
         """load: of the requests"""
@@ -92,10 +120,10 @@ class CostStore:
 
 def _parse(record: object) -> DraftCosts:
     costs = DraftCosts(**record)  # type: ignore[arg-type]
-    numbers = (costs.num_drafts, costs.plain_ms, costs.drafted_ms)
-    if not all(isinstance(n, int | float) and n > 0 for n in numbers):
+    ms = {int(count): taken for count, taken in dict(costs.ms).items()}
+    if not all(isinstance(taken, int | float) and taken > 0 for taken in ms.values()):
         raise ValueError(record)
-    return costs
+    return dataclasses.replace(costs, ms=ms)
 
 
 def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
@@ -106,7 +134,7 @@ def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     dtype += "".join(f" {name} {asked}" for name, asked in others.items() if asked != "auto")
     if options.activation_bits != 16:
         dtype += f" {options.activation_bits}-bit activations"
-    digest = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256((head / WEIGHTS).read_bytes()).hexdigest()[:16]
     backend = options.attention_backend
     return "|".join((digest, dtype, backend, _processor(), version("torch"), __version__))
 

@@ -1,9 +1,9 @@
 """Chooses how many drafts each step makes: as many as give the most tokens a second.
 
-What a step takes is known: every captured graph was timed when the engine started (`StepTimes`),
-and what the host, attention and prompts add to that is measured while requests are served. What it
-yields is estimated from the drafts that were accepted so far, by position, for all requests and for
-those in the batch. All of this is on the host in any case, one step old, so nothing is waited for.
+What a step takes is known from graphs that were timed at the start (`GraphCosts`), or measured
+while requests are served (`EagerCosts`). What it yields is estimated from the drafts that were
+accepted so far, by position, for all requests and for those in the batch. All of this is on the
+host in any case, one step old, so nothing is waited for.
 
 A step without drafts leaves the drafter out, and costs what it costs without a drafter. From then
 on the drafter lacks KV of the step's requests, and they get no drafts until their last tokens are
@@ -17,17 +17,12 @@ has.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from stoop.core.request import Request
 from stoop.core.step import StepPlan, StepResult
-from stoop.engine.draft_estimates import (
-    USUAL,
-    Acceptance,
-    StepTimes,
-    TrialOfFewer,
-    expected_tokens,
-)
+from stoop.engine.draft_estimates import USUAL, Acceptance, expected_tokens
+from stoop.engine.step_costs import StepCosts, StepTime
 from stoop.scheduler.scheduler import Scheduler
 
 OWN_PRIOR = 8  # weight of all requests' rate in the rate of one, in drafts
@@ -36,20 +31,9 @@ MANY_REQS = 16  # a decision looks at each: with more, those against drafts last
 MORE = 1.03  # gain that is worth more drafts; fewer are taken wherever they are faster
 FIRST_GAP, LAST_GAP = 64, 1024  # steps without drafts before some are made to learn from
 HOPEFUL = 0.9  # acceptance with which drafts must pay to be worth that
-AVERAGED = 16  # steps, roughly, whose times count
 REFILL = 3  # steps that computing tokens again costs besides: the pipeline runs empty
-HOST_DRAFTING = 1.05  # times what a step without drafts takes the host
-APART = 0.25  # share of the shorter of device and host time that does not overlap with the longer
 MOST_PATIENCE = 64
-MUCH = 3  # times what a graph takes: more is due to long prompts, which come now and then
 FORGET = 1 / 4096  # of what is known, by a step without drafts
-
-
-class StepTime(NamedTuple):
-    """What a step took, from result to result."""
-
-    seconds: float
-    waited: float  # for the device: 0 if it had to wait for the host, or if the host computes
 
 
 class DraftPolicy(Protocol):
@@ -59,8 +43,12 @@ class DraftPolicy(Protocol):
         """Set the scheduler's `num_places`, `num_drafts` and `redraft`."""
         ...
 
-    def note(self, plan: StepPlan, result: StepResult, time: "StepTime | None") -> None:
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
         """time: None for the first step after a pause"""
+        ...
+
+    def note_idle(self) -> None:
+        """No requests are left."""
         ...
 
     def metrics(self) -> dict[str, Any]: ...
@@ -76,6 +64,9 @@ class HeldDrafts:
         scheduler.num_places = scheduler.num_drafts = self.num_drafts
 
     def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
+        pass
+
+    def note_idle(self) -> None:
         pass
 
     def metrics(self) -> dict[str, Any]:
@@ -94,33 +85,30 @@ class Batch:
 
 
 class AdaptiveDrafts:
-    """The `DraftPolicy` of engines whose decode steps are captured."""
+    """The `DraftPolicy` of engines that vary the number of drafts."""
 
     def __init__(
         self,
-        times: StepTimes,
+        costs: StepCosts,
         counts: Sequence[int],
         usual: Sequence[float] = (),
-        host_computes: bool = False,
         has_kv: bool = True,
         keeps_prefixes: bool = True,
+        hopeful: bool = False,
     ) -> None:
         """counts: drafts that a step may make, in rising order; usual: acceptance by position;
-        host_computes: there is no device to wait for; has_kv: the drafter always drafts where it
-        may; keeps_prefixes: only what it lacks is computed again"""
-        self.times = times
+        has_kv: the drafter always drafts where it may; keeps_prefixes: only what it lacks is
+        computed again; hopeful: after an idle time, acceptance is taken to be as usual again"""
+        self.costs = costs
         self.counts = tuple(counts)
         self.acceptance = Acceptance(usual or [USUAL] * self.counts[-1])
-        self.host_computes = host_computes
         self.has_kv = has_kv
         self.keeps_prefixes = keeps_prefixes
-        self.num_drafts = self.counts[-1]
+        self.hopeful = hopeful
+        self.num_drafts = 0 if self.hopeless else self.counts[-1]
         self._steps = EVERY  # from the last decision to the next
         self._countdown = 0
         self._decided_at = 0  # number of requests at the last decision
-        self.added = 0.0  # seconds of a step beyond those of its graph
-        self.host = 0.0  # seconds of the host in a step
-        self.trial = TrialOfFewer()
         self._made = False  # whether the last step that was noted made drafts
         self._lost = 0.0  # seconds, since some requests get no drafts
         self._patience, self._kept = 1, 0  # after tokens were computed again for nothing
@@ -136,16 +124,22 @@ class AdaptiveDrafts:
         # A batch of another size is decided on at once.
         far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
         if num_reqs and far:
-            self.trial.forget()
+            self.costs.forget_load()
         if num_reqs and (self._countdown <= 0 or far or not self._speed_known(num_reqs)):
             if self.decide(self._read_batch(scheduler), self._steps - max(self._countdown, 0)):
                 scheduler.redraft = True
             self._steps = EVERY if self.num_drafts else EVERY * max(1, num_reqs // MANY_REQS)
             self._countdown, self._decided_at = self._steps, num_reqs
-        scheduler.num_places = scheduler.num_drafts = self.num_drafts
+        scheduler.num_places, scheduler.num_drafts = self.costs.plan(num_reqs, self.num_drafts)
+        scheduler.keeps_drafter_kv = self.num_drafts > 0 or not self.hopeless
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether drafts do not pay for a single request, with usual acceptance either."""
+        return self.hopeful and 1 in self.costs.sizes and self._usual_choice(1) == 0
 
     def _speed_known(self, num_reqs: int) -> bool:
-        return self.times.at(num_reqs, self.num_drafts) is not None
+        return self.costs.seconds(num_reqs, self.num_drafts) is not None
 
     def _read_batch(self, scheduler: Scheduler) -> Batch:
         running, limit = scheduler.running, scheduler.config.drafter_max_len
@@ -184,8 +178,8 @@ class AdaptiveDrafts:
 
         num_steps: since the last decision
         """
-        tried = self.trial.left > 0
-        if tried and self._goes_on(batch, num_steps):
+        tried, trying = self.costs.tries, batch.num_reqs if batch.drafted else 0
+        if tried and self.costs.goes_on(trying, self.num_drafts, num_steps):
             return False
         speeds = self._speeds(batch, batch.drafted)
         best, current = max(speeds, key=lambda count: speeds[count]), self.num_drafts
@@ -202,7 +196,8 @@ class AdaptiveDrafts:
             self._kept += num_steps
             if self._kept >= FIRST_GAP:
                 self._patience = 1
-            self._try_fewer(batch, num_steps)
+            made = self.costs.try_fewer(batch.num_reqs, self.num_drafts, num_steps)
+            self.num_drafts = made
         else:
             self._kept = 0
             self._go_without(batch, num_steps)
@@ -212,38 +207,13 @@ class AdaptiveDrafts:
         """Tokens a second by number of drafts. drafted: requests that get drafts, as in `Batch`"""
         rates, found = self.acceptance.rates, {}
         for count in self.counts:
-            seconds = self._seconds(batch.num_reqs, count)
+            seconds = self.costs.seconds(batch.num_reqs, count)
             gained = sum(
                 num_reqs * (expected_tokens(rates, min(most, count), batch.scale) - 1)
                 for most, num_reqs in drafted.items()
             )
             found[count] = (batch.num_reqs + gained) / seconds if seconds else 0.0
         return found
-
-    def _seconds(self, num_reqs: int, num_drafts: int) -> float | None:
-        """Device and host work at the same time, if not all of it."""
-        seconds = self.times.at(num_reqs, num_drafts)
-        if seconds is None:
-            return None
-        host = self.host * HOST_DRAFTING if num_drafts else self.host
-        less, more = sorted((seconds + self.added, host))
-        return more + APART * less + self.trial.held.get(num_drafts, 0.0)
-
-    def _try_fewer(self, batch: Batch, num_steps: int) -> None:
-        """None at all are not tried: that would cost the drafter its KV."""
-        place = self.counts.index(self.num_drafts)
-        graph = self.times.at(batch.num_reqs, self.num_drafts)
-        if place > 1 and graph is not None and self.trial.begin(self.num_drafts, num_steps, graph):
-            self.num_drafts = self.counts[place - 1]
-
-    def _goes_on(self, batch: Batch, num_steps: int) -> bool:
-        """Whether a trial does; it ends where nothing could be learned from it."""
-        more = self.counts[self.counts.index(self.num_drafts) + 1]
-        graph = self.times.at(batch.num_reqs, more)
-        if graph is None or not batch.drafted:
-            self.trial.left = 0
-            return False
-        return self.trial.go_on(self.num_drafts, num_steps, graph)
 
     def _lacks_too_much(self, batch: Batch, speed: float, num_steps: int) -> bool:
         """Whether requests without drafts have cost as much time as it takes to mend that.
@@ -254,9 +224,9 @@ class AdaptiveDrafts:
         if not batch.lacking or possible <= MORE * speed:
             self._lost = 0.0
             return False
-        seconds = self._seconds(batch.num_reqs, self.num_drafts) or 0.0
+        seconds = self.costs.seconds(batch.num_reqs, self.num_drafts) or 0.0
         self._lost += num_steps * seconds * (1 - speed / possible)
-        cost = batch.tokens_lacking * self.times.seconds_per_token + REFILL * seconds
+        cost = batch.tokens_lacking * self.costs.seconds_per_token + REFILL * seconds
         if self._lost < self._patience * cost:
             return False
         self._lost = 0.0
@@ -270,7 +240,7 @@ class AdaptiveDrafts:
         if self._since < self._gap or not batch.drafted:
             return
         few = self.counts[1]
-        plain, drafted = (self._seconds(batch.num_reqs, count) for count in (0, few))
+        plain, drafted = (self.costs.seconds(batch.num_reqs, count) for count in (0, few))
         if plain is None or drafted is None:
             return
         if expected_tokens([HOPEFUL] * few, few) * plain > drafted:
@@ -281,7 +251,7 @@ class AdaptiveDrafts:
 
     def note(self, plan: StepPlan, result: StepResult, time: StepTime | None = None) -> None:
         if time is not None:
-            self._note_time(plan, time)
+            self.costs.note(plan, time)
         had_drafts, self._made = self._made, plan.num_drafts > 0
         first = plan.rows[0]  # decodes come first
         if not first.decodes or first.num_tokens == 1:
@@ -303,21 +273,13 @@ class AdaptiveDrafts:
         if found:
             self.acceptance.limit()
 
-    def _note_time(self, plan: StepPlan, time: StepTime) -> None:
-        num_reqs, first = len(plan.rows), plan.rows[0]  # decodes come first
-        expected = self.times.at(num_reqs, plan.num_drafts)
-        if expected is None:
-            return
-        if first.decodes:
-            most = MUCH * max(self.times.at(num_reqs, each) or 0.0 for each in self.counts)
-            self.trial.note(first.num_tokens - 1, min(time.seconds - expected, most))
-        if not self.host_computes:
-            busy = min(time.seconds - time.waited, MUCH * expected)
-            self.host += (busy - self.host) / AVERAGED
-        added = min(max(time.seconds - expected, 0.0), MUCH * expected)
-        if not self.host_computes and time.waited < 0.02 * time.seconds:
-            added = min(added, self.added)  # the device waits for the host: it takes less than that
-        self.added += (added - self.added) / AVERAGED
+    def note_idle(self) -> None:
+        """The next requests' drafts may be better than those of the last ones."""
+        self.costs.note_idle()
+        if self.hopeful and self.num_drafts == 0:
+            self.acceptance = Acceptance(self.acceptance.usual)
+            self.num_drafts = 0 if self.hopeless else self.counts[-1]
+            self._countdown = 0
 
     # ---- what it says ----
 
@@ -325,30 +287,41 @@ class AdaptiveDrafts:
         return {"spec_decode_policy": self.describe()}
 
     def describe(self) -> str:
-        """How many drafts at how many requests, with the usual acceptance.
-
-        More requests than were measured get none.
-        """
+        """How many drafts at how many requests, with the usual acceptance."""
         chosen: list[tuple[int, int]] = []  # number of drafts, up to this number of requests
-        usual = self.acceptance.usual
-        for size in self.times.sizes:
-            speeds = {
-                count: expected_tokens(usual, count) / seconds
-                for count in self.counts
-                if (seconds := self.times.at(size, count)) is not None
-            }
-            best = max(speeds, key=lambda count: speeds[count])
+        for size in self.costs.sizes:
+            best = self._usual_choice(size)
             if chosen and chosen[-1][0] == best:
                 chosen.pop()
             chosen.append((best, size))
-        if chosen[-1][0] == 0:
+        if not chosen:
+            return f"{_drafts(self.counts[-1])} until it is known what they cost"
+        largest, bounded = chosen[-1][1], self.costs.bounded
+        if bounded and chosen[-1][0] == 0:
             chosen.pop()
         parts: list[str] = []
         for count, most in chosen:
-            drafts = f"{count} draft{'s' if count > 1 else ''}" if count else "none"
             where = f"up to {most}"
             if not parts:
                 where = f"at 1 to {most} requests" if most > 1 else "at 1 request"
-            parts.append(f"{drafts} {where}")
-        parts.append(f"none above {chosen[-1][1]}" if chosen else "none at any number of requests")
+            parts.append(f"{_drafts(count)} {where}")
+        if not bounded:
+            parts.append(f"not measured above {largest}")
+        elif chosen:
+            parts.append(f"none above {chosen[-1][1]}")
+        else:
+            parts.append("none at any number of requests")
         return ", ".join(parts)
+
+    def _usual_choice(self, num_reqs: int) -> int:
+        """The number of drafts that is fastest with usual acceptance."""
+        speeds = {
+            count: expected_tokens(self.acceptance.usual, count) / seconds
+            for count in self.counts
+            if (seconds := self.costs.bare_seconds(num_reqs, count)) is not None
+        }
+        return max(speeds, key=lambda count: speeds[count])
+
+
+def _drafts(count: int) -> str:
+    return f"{count} draft{'s' if count > 1 else ''}" if count else "none"

@@ -18,8 +18,8 @@ from stoop.config.speculation import settle_speculation
 from stoop.core.request import Request
 from stoop.core.step import StepPlan
 from stoop.engine import choose_drafter
-from stoop.engine.draft_estimates import StepTimes
 from stoop.engine.draft_policy import AdaptiveDrafts
+from stoop.engine.step_costs import StepTimes
 from stoop.graph.sanitizer import SanitizerError
 from stoop.scheduler.plan import PlanBuilder
 from stoop.scheduler.prefix_cache import PrefixCache
@@ -104,11 +104,13 @@ def test_no_answer_depends_on_the_number_of_drafts(
         assert trace.metrics["num_computed_again"] > 0
 
 
-@pytest.mark.parametrize("mode", ["none", "piecewise"])
-def test_it_needs_graphs_of_decodes(drafters: DrafterStore, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "ahead"), [("none", 1), ("piecewise", 0)])
+def test_it_needs_graphs_of_decodes_or_steps_that_can_be_timed(
+    drafters: DrafterStore, mode: str, ahead: int
+) -> None:
     for spec in ({"adaptive": True}, {"num_speculative_tokens": "auto", "adaptive": None}):
-        with pytest.raises(ConfigError, match="set graph_mode to step or full"):
-            make_spec_llm(drafters.get("eagle3-right"), 3, spec, graph_mode=mode)
+        with pytest.raises(ConfigError, match="set graph_mode to step or full, or to none with"):
+            make_spec_llm(drafters.get("eagle3-right"), 3, spec, graph_mode=mode, run_ahead=ahead)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,10 @@ def test_a_head_that_knows_nothing_is_left_out(drafters: DrafterStore) -> None:
     policy = llm.engine.core.drafts
     assert isinstance(policy, AdaptiveDrafts)
     # A draft costs a quarter of a step, whatever this machine says.
-    seconds = {(size, k): 1.0 + 0.25 * k for size in policy.times.sizes for k in policy.counts}
-    policy.times = StepTimes(seconds)
+    seconds = {
+        (size, k): 1.0 + 0.25 * k for size in policy.costs.times.sizes for k in policy.counts
+    }
+    policy.costs.times = StepTimes(seconds)
     long = GREEDY.replace(max_tokens=60)
     plain = make_spec_llm(drafters.get("eagle3-random"), 0)
     every = [[n] for n in range(12)]
@@ -192,7 +196,9 @@ def test_a_start_says_where_drafts_are_made(
         llm = make_spec_llm(drafters.get("eagle3-right"), 3, spec, **options)
     policy = llm.engine.core.drafts
     if isinstance(policy, AdaptiveDrafts):  # drafts cost nothing, whatever this machine says
-        policy.times = StepTimes({(n, k): 1.0 for n in policy.times.sizes for k in policy.counts})
+        policy.costs.times = StepTimes(
+            {(n, k): 1.0 for n in policy.costs.times.sizes for k in policy.counts}
+        )
     print_started("toy", llm.config, llm.metrics(), 1.0)
     assert line in capsys.readouterr().err
     found = [each.getMessage() for each in caplog.records if each.name == "stoop.engine.build"]

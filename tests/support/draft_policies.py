@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoop.core.step import StepPlan, StepResult
-from stoop.engine.draft_policy import StepTime
+from stoop.engine.step_costs import StepTime
 from stoop.scheduler.scheduler import Scheduler
 
 
@@ -34,6 +34,9 @@ class RandomDrafts:
         assert plan.num_drafts <= self.counts[-1] and len(result.rows) == len(plan.rows)
         if all(row.decodes for row in plan.rows):
             self.query_lens.add(plan.rows[0].num_tokens)
+
+    def note_idle(self) -> None:
+        pass
 
     def metrics(self) -> dict[str, Any]:
         return {}

@@ -4,18 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoop.engine.draft_estimates import (
-    FIRST_TRY,
-    LAST_TRY,
-    LEARNED,
-    PRIOR,
-    USUAL,
-    Acceptance,
-    StepTimes,
-    TrialOfFewer,
-    expected_tokens,
-    usual_rates,
-)
+from stoop.engine.draft_estimates import PRIOR, USUAL, Acceptance, expected_tokens, usual_rates
+from stoop.engine.step_costs import FIRST_TRY, LAST_TRY, LEARNED, StepTimes, TrialOfFewer
 
 
 def notes(trial: TrialOfFewer, count: int, excess: float, times: int) -> None:

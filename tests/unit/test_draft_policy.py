@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from stoop.core.step import PlannedRow, RowResult, StepPlan, StepResult
-from stoop.engine.draft_estimates import (
-    FIRST_TRY,
-    LAST_TRY,
-    PRIOR,
-    USUAL,
-    Acceptance,
-    StepTimes,
-    expected_tokens,
-)
+from stoop.engine.draft_estimates import PRIOR, USUAL, Acceptance, expected_tokens
 from stoop.engine.draft_policy import (
     EVERY,
     FIRST_GAP,
@@ -25,8 +17,8 @@ from stoop.engine.draft_policy import (
     REFILL,
     AdaptiveDrafts,
     Batch,
-    StepTime,
 )
+from stoop.engine.step_costs import FIRST_TRY, LAST_TRY, GraphCosts, StepTime, StepTimes
 from stoop.scheduler.scheduler import Scheduler
 from support.scheduling import make_request, make_rules, make_scheduler
 from support.scheduling import step as take_step
@@ -44,6 +36,17 @@ TIMES = StepTimes(
         if size * (count + 1) <= 512
     }
 )
+
+
+def make_policy(
+    times: StepTimes,
+    counts: Sequence[int],
+    *usual: Any,
+    host_computes: bool = False,
+    **options: Any,
+) -> AdaptiveDrafts:
+    """With the times of captured graphs."""
+    return AdaptiveDrafts(GraphCosts(times, counts, host_computes), counts, *usual, **options)
 
 
 def make_batch(
@@ -73,7 +76,7 @@ def settled(policy: AdaptiveDrafts, num_reqs: int, rate: float, steps: int = 400
             drafted = num_reqs if has_kv else 0
             lacking = num_reqs - drafted
             if policy.decide(make_batch(num_reqs, drafted, lacking, lacking * known)):
-                seconds += num_reqs * known * policy.times.seconds_per_token
+                seconds += num_reqs * known * policy.costs.times.seconds_per_token
                 has_kv = True
         count = policy.num_drafts
         has_kv &= count > 0
@@ -87,7 +90,7 @@ def settled(policy: AdaptiveDrafts, num_reqs: int, rate: float, steps: int = 400
         policy.note(
             StepPlan(step, [DECODE._replace(num_tokens=count + 1)], count), StepResult(step, rows)
         )  # type: ignore[list-item]
-        time = policy.times.at(num_reqs, count)
+        time = policy.costs.times.at(num_reqs, count)
         assert time is not None, "only captured sizes are chosen"
         seconds += time
     return tokens / seconds
@@ -104,13 +107,13 @@ def best_fixed(num_reqs: int, rate: float) -> float:
 @pytest.mark.parametrize("num_reqs", SIZES)
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
 def test_it_is_as_fast_as_the_best_fixed_number(num_reqs: int, rate: float) -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     settled(policy, num_reqs, rate, steps=200)  # learns
     assert settled(policy, num_reqs, rate, steps=1000) > 0.96 * best_fixed(num_reqs, rate)
 
 
 def test_a_head_that_is_never_right_is_left_out_soon() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     plain = 1 / 0.004
     assert settled(policy, 1, 0.0, steps=160) > 0.93 * plain
     assert policy.num_drafts == 0
@@ -119,7 +122,7 @@ def test_a_head_that_is_never_right_is_left_out_soon() -> None:
 
 def test_drafts_come_back_when_the_batch_shrinks() -> None:
     """What the drafter lacks is computed again once going without has cost as much."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.decide(make_batch(256, 256))
     assert policy.num_drafts == 0
     lacking = 4 * 300
@@ -131,14 +134,14 @@ def test_drafts_come_back_when_the_batch_shrinks() -> None:
     gain = 1 - TIMES.at(4, 3) / (TIMES.at(4, 0) * expected_tokens([USUAL] * 3, 3))  # type: ignore[operator]
     cost = lacking * TIMES.seconds_per_token + REFILL * 0.004
     assert cost / (0.004 * gain) - EVERY <= steps <= cost / (0.004 * gain) + EVERY
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.decide(make_batch(256, 256))
     assert not any(policy.decide(make_batch(256, 0, 256, 9)) for _ in range(999)), "no gain"
 
 
 def test_drafts_that_do_not_last_come_back_later_and_later() -> None:
     """A request whose drafts are bad, after many whose drafts were good."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     again = []
     for step in range(0, 20000, EVERY):
         drafted = 0 if policy.num_drafts == 0 else 1
@@ -151,13 +154,13 @@ def test_drafts_that_do_not_last_come_back_later_and_later() -> None:
 
 
 def test_more_requests_than_any_graph_has_get_none() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.decide(make_batch(1000, 1000))
     assert policy.num_drafts == 0
 
 
 def test_probes_are_rare_and_rarer() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.acceptance.add(3, 0, times=500)
     probes = []
     for step in range(0, 6000, EVERY):
@@ -175,7 +178,7 @@ def test_probes_are_rare_and_rarer() -> None:
 
 
 def test_without_requests_that_get_drafts_there_is_no_probe() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.acceptance.add(3, 0, times=500)
     for _ in range(100):
         assert not policy.decide(make_batch(8, 0, 8, 10**9))
@@ -185,7 +188,7 @@ def test_without_requests_that_get_drafts_there_is_no_probe() -> None:
 def test_a_change_must_be_worth_it() -> None:
     """Two numbers that are about as fast do not take turns."""
     even = StepTimes({(8, 0): 1.0, (8, 1): 1.5, (8, 3): 1.6})
-    policy = AdaptiveDrafts(even, COUNTS, [0.5, 0.2, 0.0])
+    policy = make_policy(even, COUNTS, [0.5, 0.2, 0.0])
     policy.acceptance.add(1, 1, times=250)
     policy.acceptance.add(1, 0, times=250)
     policy.decide(make_batch(8, 8))
@@ -209,31 +212,31 @@ def observe(policy: AdaptiveDrafts, num_reqs: int, seconds: float, waited: float
 @pytest.mark.parametrize("host_computes", [False, True])
 def test_long_contexts_favour_drafts(host_computes: bool) -> None:
     """Their KV is read once a step, whatever is verified."""
-    policy = AdaptiveDrafts(TIMES, COUNTS, host_computes=host_computes)
+    policy = make_policy(TIMES, COUNTS, host_computes=host_computes)
     policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 1
     expected = TIMES.at(64, 1)
     assert expected is not None
     observe(policy, 64, 3 * expected, 0.0 if host_computes else 2 * expected)
-    assert policy.added == pytest.approx(2 * expected, rel=0.01)
+    assert policy.costs.added == pytest.approx(2 * expected, rel=0.01)
     policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 3
 
 
 def test_a_slow_host_favours_drafts() -> None:
     """A step takes it as long however many there are, so the more tokens the better."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 1
     observe(policy, 64, 0.0085, waited=0.0)
-    assert policy.added == 0 and policy.host == pytest.approx(0.0085, rel=0.01)
+    assert policy.costs.added == 0 and policy.costs.host == pytest.approx(0.0085, rel=0.01)
     policy.decide(make_batch(64, 64))
     assert policy.num_drafts == 3
 
 
 def test_a_slow_host_does_not_excuse_useless_drafts() -> None:
     """What they take the device is hidden by the host, but not all of it."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.acceptance.add(3, 0, times=500)
     observe(policy, 8, 0.011, waited=0.0)
     policy.decide(make_batch(8, 8))
@@ -274,7 +277,7 @@ def serve(
 
 def test_what_only_many_drafts_cost_is_found_out() -> None:
     """With prompts beside them, batches of 4 tokens a request are too large for any graph."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     took = {0: 0.005, 1: 0.006, 3: 0.020}
     serve(policy, 64, took, 400)  # learns
     assert policy.num_drafts == 1
@@ -287,7 +290,7 @@ def test_what_only_many_drafts_cost_is_found_out() -> None:
 
 def test_fewer_drafts_that_the_host_bounds_are_found_out() -> None:
     """More of them are bound by the device."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     took, waited = {0: 0.005, 1: 0.006, 3: 0.020}, {3: 0.016}
     serve(policy, 64, took, 400, waited)
     assert policy.num_drafts == 1
@@ -296,7 +299,7 @@ def test_fewer_drafts_that_the_host_bounds_are_found_out() -> None:
 
 @pytest.mark.parametrize("host", [0.015, 0.020, 0.030])
 def test_a_host_that_takes_many_times_as_long_as_graphs_favours_drafts(host: float) -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     took = dict.fromkeys(COUNTS, host)
     serve(policy, 64, took, 600)
     assert serve(policy, 64, took, 20000) > 0.97 * 64 * 4 / host
@@ -305,7 +308,7 @@ def test_a_host_that_takes_many_times_as_long_as_graphs_favours_drafts(host: flo
 @pytest.mark.parametrize("prompts_every", [20, 250])
 def test_prompts_beside_steps_without_drafts_do_not_keep_drafts_away(prompts_every: int) -> None:
     """Such steps make drafts for the prompts, but those are not what drafts cost."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     took = {count: TIMES.at(8, count) or 0.0 for count in COUNTS}
     waited = {count: 0.9 * seconds for count, seconds in took.items()}
     serve(policy, 8, took, 600, waited, right=False, prompts_every=prompts_every)
@@ -315,11 +318,11 @@ def test_prompts_beside_steps_without_drafts_do_not_keep_drafts_away(prompts_eve
 
 
 def test_a_trial_ends_when_the_load_changes() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     took = dict.fromkeys(COUNTS, 0.020)
     for _ in range(2 * FIRST_TRY // EVERY):
         serve(policy, 64, took, EVERY)
-        if policy.trial.left:
+        if policy.costs.trial.left:
             break
     assert policy.num_drafts == 1
     policy.decide(make_batch(1000, 1000))
@@ -329,16 +332,16 @@ def test_a_trial_ends_when_the_load_changes() -> None:
 
 
 def test_another_load_makes_it_forget_what_a_trial_found() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
-    policy.trial.held[3] = 0.1
+    policy = make_policy(TIMES, COUNTS)
+    policy.costs.trial.held[3] = 0.1
     scheduler = make_running([[1] * 5, [2] * 5], 0)
     policy.choose(scheduler)  # from none at all
-    assert not policy.trial.held and policy.num_drafts == 3
+    assert not policy.costs.trial.held and policy.num_drafts == 3
 
 
 def test_a_trial_of_fewer_drafts_costs_little() -> None:
     """Where more are faster all the same, as with contexts that are long."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     took = {0: 0.0110, 1: 0.0113, 3: 0.0120}
     serve(policy, 64, took, 600)
     assert policy.num_drafts == 3
@@ -347,14 +350,14 @@ def test_a_trial_of_fewer_drafts_costs_little() -> None:
 
 def test_prompts_do_not_count_as_what_steps_take() -> None:
     """A step with a long prompt takes many times as long as it would without."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.decide(make_batch(8, 8))
     observe(policy, 8, 5.0, waited=4.9)
-    assert policy.added <= 3 * TIMES.at(8, 3)  # type: ignore[operator]
+    assert policy.costs.added <= 3 * TIMES.at(8, 3)  # type: ignore[operator]
 
 
 def test_a_batch_of_worse_texts_gets_fewer() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.decide(make_batch(32, 32, scale=1.2))
     assert policy.num_drafts == 3
     policy.decide(make_batch(32, 32, scale=0.3))
@@ -363,7 +366,7 @@ def test_a_batch_of_worse_texts_gets_fewer() -> None:
 
 def test_drafts_that_no_request_asked_for_are_not_made() -> None:
     """A step that makes 3 drafts yields no more of requests that asked for 1."""
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.decide(Batch(8, Counter({1: 8})))
     assert policy.num_drafts == 1
     policy.decide(Batch(8, Counter({1: 4, 3: 4})))
@@ -406,7 +409,7 @@ def wants_redraft(policy: AdaptiveDrafts, scheduler: Scheduler, times: int = 400
 def test_many_requests_without_drafts_are_looked_at_less_often(
     num_reqs: int, right: int, steps: int
 ) -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.acceptance.add(3, 3 * right, times=500)
     prompts = [[n + 1, 2] for n in range(num_reqs)]
     scheduler = make_running(prompts, 0, num_blocks=400, max_num_batched_tokens=512)
@@ -427,7 +430,7 @@ def test_many_requests_without_drafts_are_looked_at_less_often(
 @pytest.mark.parametrize(("keeps_prefixes", "tokens"), [(True, 2 * 5), (False, 2 * 10)])
 def test_it_counts_what_the_drafter_lacks(keeps_prefixes: bool, tokens: int) -> None:
     scheduler = make_running([[1] * 5, [2] * 5, [3] * 5], wanted=[3, 1, 0])
-    policy = AdaptiveDrafts(TIMES, COUNTS, keeps_prefixes=keeps_prefixes)
+    policy = make_policy(TIMES, COUNTS, keeps_prefixes=keeps_prefixes)
     assert [each.num_drafter_kv for each in scheduler.running] == [5] * 3
     batch = policy._read_batch(scheduler)
     assert (batch.num_reqs, batch.drafted, batch.lacking) == (3, Counter(), Counter({3: 1, 1: 1}))
@@ -442,7 +445,7 @@ def test_it_counts_what_the_drafter_lacks(keeps_prefixes: bool, tokens: int) -> 
 def test_requests_past_the_drafters_positions_are_left_alone() -> None:
     """To compute their tokens again would give them no drafts."""
     scheduler = make_running([[1] * 5], drafter_max_len=10)
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     assert scheduler.running[0].num_tokens == 10 and scheduler.undrafted == []
     assert policy._read_batch(scheduler) == Batch(1, Counter())
     assert not wants_redraft(policy, scheduler)
@@ -452,7 +455,7 @@ def test_requests_past_the_drafters_positions_are_left_alone() -> None:
 
 def test_requests_that_would_lose_their_slot_are_left_alone() -> None:
     scheduler = make_running([[1] * 5])
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     urgent = make_request("urgent", [1], priority=-1, num_drafts=3)
     scheduler.add(urgent)
     assert scheduler.undrafted == [] and not wants_redraft(policy, scheduler)
@@ -464,7 +467,7 @@ def test_requests_that_would_lose_their_slot_are_left_alone() -> None:
 def test_requests_whose_drafts_are_better_get_more() -> None:
     """All requests so far, and those in the batch."""
     scheduler = make_running([[1] * 5, [2] * 5], num_plain=0)
-    policy = AdaptiveDrafts(TIMES, COUNTS)
+    policy = make_policy(TIMES, COUNTS)
     policy.acceptance.add(1, 1, times=250)
     policy.acceptance.add(1, 0, times=250)
     assert policy._read_batch(scheduler).scale == 1.0
@@ -472,7 +475,7 @@ def test_requests_whose_drafts_are_better_get_more() -> None:
         request.num_drafted, request.num_first_accepted = 1000, 900
     mean = policy.acceptance.rates[0]
     assert policy._read_batch(scheduler).scale == pytest.approx(0.9 / mean, rel=0.01)
-    lookups = AdaptiveDrafts(TIMES, COUNTS, has_kv=False)
+    lookups = make_policy(TIMES, COUNTS, has_kv=False)
     assert lookups._read_batch(scheduler).scale == 1.0, "they count hits only"
 
 
@@ -511,7 +514,7 @@ def look_up(hit_rate: float, rate: float) -> float:
     A draft takes 0.3 steps, and a lookup finds all drafts or none.
     """
     times = StepTimes({(8, count): 1.0 + 0.3 * count for count in COUNTS})
-    policy = AdaptiveDrafts(times, COUNTS, has_kv=False)
+    policy = make_policy(times, COUNTS, has_kv=False)
     scheduler = make_scheduler(num_blocks=9000, max_model_len=2000, max_num_seqs=8, num_drafts=3)
     for number in range(8):
         scheduler.add(make_request(f"{number}", [1], max_tokens=1999, num_drafts=3))
@@ -542,7 +545,7 @@ def test_lookups_that_find_nothing_count_as_drafts_that_are_wrong() -> None:
 
 
 def test_requests_that_want_no_drafts_miss_none() -> None:
-    policy = AdaptiveDrafts(TIMES, COUNTS, has_kv=False)
+    policy = make_policy(TIMES, COUNTS, has_kv=False)
     wants, declines = (PlannedRow("r", 0, 0, 4, 9, 13, 16, True, True, rules, 5) for rules in RULES)
 
     def misses(*rows: tuple[PlannedRow, list[int]], num_drafts: int = 3) -> float:
@@ -565,15 +568,15 @@ def test_requests_that_want_no_drafts_miss_none() -> None:
 
 
 def test_it_says_how_many_drafts_at_how_many_requests() -> None:
-    assert AdaptiveDrafts(TIMES, COUNTS).describe() == (
+    assert make_policy(TIMES, COUNTS).describe() == (
         "3 drafts at 1 to 32 requests, 1 draft up to 64, none above 64"
     )
     slow = StepTimes({(size, count): 1.0 + count for size in (1, 8) for count in COUNTS})
-    assert AdaptiveDrafts(slow, COUNTS).describe() == "none at any number of requests"
+    assert make_policy(slow, COUNTS).describe() == "none at any number of requests"
     fast = StepTimes({(size, count): 1.0 for size in (1, 8) for count in COUNTS})
-    policy = AdaptiveDrafts(fast, COUNTS)
+    policy = make_policy(fast, COUNTS)
     assert policy.describe() == "3 drafts at 1 to 8 requests, none above 8"
     policy.decide(make_batch(9, 9))
     assert policy.num_drafts == 0, "as it says"
     alone = StepTimes({(1, count): 1.0 for count in COUNTS})
-    assert AdaptiveDrafts(alone, COUNTS).describe() == "3 drafts at 1 request, none above 1"
+    assert make_policy(alone, COUNTS).describe() == "3 drafts at 1 request, none above 1"

@@ -1,0 +1,252 @@
+"""What decode steps take, by numbers of requests and drafts, where each has a captured graph.
+
+Graphs were timed when the engine started. What attention, prompts and the host add to that is
+measured while requests are served.
+"""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from stoop.core.step import StepPlan
+
+HOST_DRAFTING = 1.05  # times what a step without drafts takes the host
+APART = 0.25  # share of the shorter of device and host time that does not overlap with the longer
+AVERAGED = 16  # steps, roughly, whose times count
+MUCH = 3  # times what a graph takes: more is due to long prompts, which come now and then
+LEARNED = 32  # steps after which their mean time is known
+FIRST_TRY, LAST_TRY = 256, 8192  # steps before fewer drafts are tried, to see what they take
+UNSURE = 0.5  # share of a graph's time: where other things take more, fewer drafts may be faster
+WORTH = 0.1  # share of a step's time that fewer drafts must save besides
+
+
+class StepTime(NamedTuple):
+    """What a step took."""
+
+    seconds: float  # from result to result
+    waited: (
+        float  # of these, for the device: 0 if it had to wait for the host, or the host computes
+    )
+    inside: float = 0.0  # of these, within the engine core
+    drafting: float = 0.0  # of these, on the host and for the next step's drafts
+    busy: bool = False  # whether other programs use the processor
+
+
+class StepCosts(Protocol):
+    """What a policy asks."""
+
+    bounded: bool  # whether batches larger than all of `sizes` get no drafts
+
+    def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
+        """What to expect of a decode step; None if no such step is possible."""
+        ...
+
+    def bare_seconds(self, num_reqs: int, num_drafts: int) -> float | None:
+        """The same at its best, for a description."""
+        ...
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of requests that were measured."""
+        ...
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of prompts."""
+        ...
+
+    def plan(self, num_reqs: int, num_drafts: int) -> tuple[int, int]:
+        """The drafts to verify and to make in a step for which the policy chose `num_drafts`."""
+        ...
+
+    def note(self, plan: StepPlan, time: StepTime) -> None: ...
+
+    def note_idle(self) -> None:
+        """No requests are left."""
+        ...
+
+    def forget_load(self) -> None:
+        """From now on there are many more requests, or far fewer."""
+        ...
+
+    # A trial makes fewer drafts than chosen for a while.
+
+    @property
+    def tries(self) -> bool: ...
+
+    def try_fewer(self, num_reqs: int, num_drafts: int, num_steps: int) -> int:
+        """The drafts to make: fewer if a trial begins. num_steps: since this was asked last"""
+        ...
+
+    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int) -> bool:
+        """Whether the trial does. num_reqs: 0 if none gets drafts"""
+        ...
+
+
+class StepTimes:
+    """Seconds of a decode step, by number of requests and number of drafts."""
+
+    def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        self._sizes: dict[int, list[int]] = {}
+        self._seconds = dict(seconds)
+        for num_reqs, num_drafts in sorted(seconds):
+            self._sizes.setdefault(num_drafts, []).append(num_reqs)
+
+    def at(self, num_reqs: int, num_drafts: int) -> float | None:
+        """Of the smallest graph that fits; None if there is none."""
+        sizes = self._sizes.get(num_drafts, [])
+        place = bisect.bisect_left(sizes, num_reqs)
+        return self._seconds[sizes[place], num_drafts] if place < len(sizes) else None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of requests that were measured."""
+        return sorted({num_reqs for num_reqs, _ in self._seconds})
+
+    @property
+    def seconds_per_token(self) -> float:
+        """In the step with the most tokens a second."""
+        return min(t / (reqs * (drafts + 1)) for (reqs, drafts), t in self._seconds.items())
+
+
+class GraphCosts:
+    """The `StepCosts` of engines whose decode steps are captured."""
+
+    bounded = True
+
+    def __init__(
+        self, times: StepTimes, counts: Sequence[int], host_computes: bool = False
+    ) -> None:
+        """counts: drafts that a step may make, in rising order; host_computes: there is no device
+        to wait for"""
+        self.times = times
+        self.counts = tuple(counts)
+        self.host_computes = host_computes
+        self.added = 0.0  # seconds of a step beyond those of its graph
+        self.host = 0.0  # seconds of the host in a step
+        self.trial = TrialOfFewer()
+
+    def bare_seconds(self, num_reqs: int, num_drafts: int) -> float | None:
+        return self.times.at(num_reqs, num_drafts)
+
+    def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
+        """Device and host work at the same time, if not all of it."""
+        seconds = self.times.at(num_reqs, num_drafts)
+        if seconds is None:
+            return None
+        host = self.host * HOST_DRAFTING if num_drafts else self.host
+        less, more = sorted((seconds + self.added, host))
+        return more + APART * less + self.trial.held.get(num_drafts, 0.0)
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.times.sizes
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.times.seconds_per_token
+
+    def plan(self, num_reqs: int, num_drafts: int) -> tuple[int, int]:
+        """In a graph of a whole step both are the same."""
+        return num_drafts, num_drafts
+
+    def note(self, plan: StepPlan, time: StepTime) -> None:
+        num_reqs, first = len(plan.rows), plan.rows[0]  # decodes come first
+        expected = self.times.at(num_reqs, plan.num_drafts)
+        if expected is None:
+            return
+        if first.decodes:
+            most = MUCH * max(self.times.at(num_reqs, each) or 0.0 for each in self.counts)
+            self.trial.note(first.num_tokens - 1, min(time.seconds - expected, most))
+        if not self.host_computes:
+            busy = min(time.seconds - time.waited, MUCH * expected)
+            self.host += (busy - self.host) / AVERAGED
+        added = min(max(time.seconds - expected, 0.0), MUCH * expected)
+        if not self.host_computes and time.waited < 0.02 * time.seconds:
+            added = min(added, self.added)  # the device waits for the host: it takes less than that
+        self.added += (added - self.added) / AVERAGED
+
+    def note_idle(self) -> None:
+        pass
+
+    def forget_load(self) -> None:
+        self.trial.forget()
+
+    @property
+    def tries(self) -> bool:
+        return self.trial.left > 0
+
+    def try_fewer(self, num_reqs: int, num_drafts: int, num_steps: int) -> int:
+        """None at all are not tried: that would cost the drafter its KV."""
+        place = self.counts.index(num_drafts)
+        graph = self.times.at(num_reqs, num_drafts)
+        if place > 1 and graph is not None and self.trial.begin(num_drafts, num_steps, graph):
+            return self.counts[place - 1]
+        return num_drafts
+
+    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int) -> bool:
+        """It ends where nothing could be learned from it."""
+        graph = self.times.at(num_reqs, self.counts[self.counts.index(num_drafts) + 1])
+        if graph is None or not num_reqs:
+            self.trial.left = 0
+            return False
+        return self.trial.go_on(num_drafts, num_steps, graph)
+
+
+class TrialOfFewer:
+    """Finds out by trial what more drafts take that no graph was timed with.
+
+    With many drafts, prompts make a batch too large for any graph, and attention may be bound by
+    arithmetic. So where steps take much longer than their graphs, fewer drafts are made for a
+    while. If that saves more than the graphs tell, the rest is held against the larger number for
+    some time: longer each time, since to find it out again costs a few slow steps.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[int, float] = {}  # seconds, by number of drafts
+        self.left = 0  # steps of a trial
+        self._tried_at = 0  # number of drafts before the trial
+        self._before = 0.0
+        self._count, self._num_noted, self._mean = 0, 0, 0.0  # excess seconds of the steps at hand
+        self._gap, self._since = FIRST_TRY, 0
+        self._lasts, self._age = FIRST_TRY, 0
+
+    def note(self, count: int, excess: float) -> None:
+        """A step took so much longer than its graph."""
+        if count != self._count:
+            self._count, self._num_noted, self._mean = count, 0, 0.0
+        self._num_noted += 1
+        self._mean += (excess - self._mean) / min(self._num_noted, LEARNED)
+        self._age += 1
+        if self.held and self._age > self._lasts:
+            self.held.clear()
+            self._lasts = min(2 * self._lasts, LAST_TRY)
+            self._since = self._gap  # if it is as slow as before, that is found out soon
+
+    def begin(self, count: int, num_steps: int, graph: float) -> bool:
+        """Whether to make fewer than `count` drafts now. num_steps: since this was asked last"""
+        self._since += num_steps
+        known = self._count == count and self._num_noted >= LEARNED
+        if self._since < self._gap or not known or self._mean < UNSURE * graph:
+            return False
+        self._gap, self._since = min(2 * self._gap, LAST_TRY), 0
+        self._tried_at, self._before, self.left = count, self._mean, LEARNED
+        return True
+
+    def go_on(self, count: int, num_steps: int, graph: float) -> bool:
+        """Whether the trial, with `count` drafts, goes on. graph: of the larger number"""
+        self.left -= num_steps
+        if self.left > 0:
+            return True
+        saved = self._before - self._mean
+        known = self._count == count and self._num_noted >= LEARNED // 2
+        if known and saved > WORTH * (graph + self._before):
+            self.held[self._tried_at] = saved
+            self._age = 0
+        return False
+
+    def forget(self) -> None:
+        """For another load."""
+        self.held.clear()
+        self.left = self._since = self._num_noted = 0
+        self._gap = self._lasts = FIRST_TRY

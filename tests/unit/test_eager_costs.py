@@ -1,0 +1,387 @@
+"""What steps take, measured while requests are served, and the choice that rests on it."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoop.core.step import RowResult, StepPlan, StepResult
+from stoop.engine.draft_costs import DraftCosts, between, load_of
+from stoop.engine.draft_estimates import expected_tokens
+from stoop.engine.draft_policy import EVERY, OWN_PRIOR, AdaptiveDrafts, Batch
+from stoop.engine.eager_costs import (
+    EARLY_GAP,
+    ENOUGH,
+    KNOWN_GAP,
+    LATE_GAP,
+    NEWEST,
+    RETRY,
+    SEVERAL_GAP,
+    WARM_STEPS,
+    EagerCosts,
+)
+from stoop.engine.step_costs import StepTime
+from support.scheduling import make_request, make_scheduler
+from support.scheduling import step as take_step
+
+COUNTS = (0, 1, 2, 3)
+Times = Callable[[int, int], float]  # seconds, by requests and drafts
+
+
+class Row(NamedTuple):
+    """Of a plan, as far as policies look."""
+
+    decodes: bool
+    num_tokens: int
+    num_computed: int = 50
+
+
+def memory_bound(num_reqs: int, num_drafts: int) -> float:
+    """4 ms for up to two tokens, and 1 ms for each of the others; a draft takes 0.4 ms."""
+    return 0.004 + 0.001 * max(0, num_reqs * (num_drafts + 1) - 2) + 0.0004 * num_drafts
+
+
+class Server:
+    """Decodes of as many requests as told, in steps that take as long as told."""
+
+    def __init__(self, policy: AdaptiveDrafts, times: Times, seed: int = 1) -> None:
+        self.policy, self.times = policy, times
+        self.random = random.Random(seed)
+        self.steps = self.num_tried = 0
+        self.chosen: Counter[int] = Counter()
+        self.has_kv = True
+        self.made = 0  # drafts for the next step
+        self.noise = 0.0
+        self.num_drafted = self.num_first = 0  # steps of these requests
+
+    def serve(self, num_reqs: int, rate: float, steps: int) -> float:
+        """Returns tokens a second."""
+        policy, costs, tokens, seconds = self.policy, self.policy.costs, 0, 0.0
+        for _ in range(steps):
+            if self.steps % EVERY == 0:
+                drafted = num_reqs if self.has_kv else 0
+                batch = Batch(
+                    num_reqs,
+                    Counter([3] * drafted),
+                    Counter([3] * (num_reqs - drafted)),
+                    40 * (num_reqs - drafted),
+                    self.scale,
+                )
+                if policy.decide(batch):
+                    seconds += batch.tokens_lacking * 0.001
+                    self.has_kv = True
+            verified, made = costs.plan(num_reqs, policy.num_drafts)
+            assert verified <= self.made or not self.has_kv
+            self.chosen[policy.num_drafts] += 1
+            self.num_tried += made != policy.num_drafts or verified < min(self.made, made)
+            rows = []
+            for _ in range(num_reqs):
+                num_drafts = verified if self.has_kv else 0
+                accepted = 0
+                while accepted < num_drafts and self.random.random() < rate:
+                    accepted += 1
+                rows.append(RowResult("r", 0, [1] * (accepted + 1), num_drafts))
+                self.num_drafted += num_drafts > 0
+                self.num_first += accepted > 0
+                tokens += accepted + 1
+            drafting = 0.0004 * made
+            taken = self.times(num_reqs, verified) + drafting - 0.0004 * verified
+            taken *= 1 + self.noise * self.random.uniform(-1, 1)
+            plan = StepPlan(self.steps, [Row(True, verified + 1)] * num_reqs, made)  # type: ignore[list-item]
+            time = StepTime(taken, 0.0, taken, drafting)
+            policy.note(plan, StepResult(self.steps, rows), time)
+            self.has_kv &= made > 0
+            self.made, self.steps = made, self.steps + 1
+            seconds += taken
+        return tokens / seconds
+
+    @property
+    def scale(self) -> float:
+        """As the policy reads it of requests."""
+        mean = self.policy.acceptance.rates[0]
+        return (self.num_first + OWN_PRIOR * mean) / (self.num_drafted + OWN_PRIOR) / mean
+
+    def new_requests(self) -> None:
+        """The last ones have ended."""
+        self.policy.note_idle()
+        self.num_drafted = self.num_first = 0
+        self.has_kv = True
+
+
+def start(
+    times: Times = memory_bound,
+    known: Sequence[DraftCosts] = (),
+    keep: Callable[[DraftCosts], None] = lambda costs: None,
+    usual: Sequence[float] = (),
+) -> Server:
+    costs = EagerCosts(COUNTS, known, keep)
+    return Server(AdaptiveDrafts(costs, COUNTS, usual, hopeful=True), times)
+
+
+def best_fixed(times: Times, num_reqs: int, rate: float) -> float:
+    return max(
+        num_reqs * expected_tokens([rate] * count, count) / times(num_reqs, count)
+        for count in COUNTS
+    )
+
+
+@pytest.mark.parametrize("num_reqs", [1, 2, 4, 16])
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.6, 0.9])
+def test_it_is_as_fast_as_the_best_fixed_number(num_reqs: int, rate: float) -> None:
+    server = start()
+    server.noise = 0.1
+    server.serve(num_reqs, rate, 200)  # learns
+    assert server.serve(num_reqs, rate, 1000) > 0.95 * best_fixed(memory_bound, num_reqs, rate)
+
+
+def test_until_costs_are_known_it_drafts_and_measures() -> None:
+    server = start(lambda num_reqs, count: 0.01 * (1 + count))  # drafts never pay
+    costs = server.policy.costs
+    server.serve(1, 0.7, 1 + WARM_STEPS + ENOUGH + EARLY_GAP)
+    assert costs.sizes == [] and server.policy.num_drafts == 3
+    server.serve(1, 0.7, ENOUGH * (EARLY_GAP + 2) + EVERY)
+    assert costs.sizes == [1] and server.policy.num_drafts == 0
+    assert server.policy.hopeless
+    assert costs.bare_seconds(1, 0) == pytest.approx(0.01, rel=0.05)
+    assert costs.bare_seconds(1, 3) == pytest.approx(0.04, rel=0.05)
+    assert costs.seconds(1, 0) > costs.bare_seconds(1, 0), "in doubt, drafts stay"  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "known", "gap"),
+    [
+        (1, False, EARLY_GAP),
+        (4, False, SEVERAL_GAP),
+        (1, True, KNOWN_GAP),
+        (4, True, KNOWN_GAP),
+    ],
+)
+def test_what_is_known_is_measured_less_often(num_reqs: int, known: bool, gap: int) -> None:
+    ms = {count: 1e3 * memory_bound(1, count) for count in COUNTS}
+    server = start(known=[DraftCosts(ms, load=num_reqs)] if known else [])
+    tried = []
+    for step in range(200):
+        before = server.num_tried
+        server.serve(num_reqs, 1.0, 1)
+        tried += [step] * (server.num_tried > before)
+    assert tried[0] >= gap and tried[1] - tried[0] > gap
+    assert tried[0] <= WARM_STEPS + ENOUGH + gap + 4
+    later = start()
+    later.serve(1, 1.0, 400)
+    before = later.num_tried
+    later.serve(1, 1.0, 10 * LATE_GAP)
+    assert 5 <= later.num_tried - before <= 30, "a try may take a step to get there, and one back"
+
+
+def test_known_costs_decide_at_once() -> None:
+    paying, useless = ({0: 4.0, 3: 4.0 + each} for each in (1.0, 20.0))
+    server = start(known=[DraftCosts(paying), DraftCosts(useless, load=8)])
+    for num_reqs, expected in ((1, 3), (8, 0), (5, 0)):
+        server.policy.decide(Batch(num_reqs, Counter({3: num_reqs})))
+        assert server.policy.num_drafts == expected
+    assert server.policy.describe() == "3 drafts at 1 request, none up to 8, not measured above 8"
+    assert not server.policy.hopeless
+    assert start().policy.describe() == "3 drafts until it is known what they cost"
+    only = start(known=[DraftCosts({0: 4.0, 3: 30.0})]).policy
+    assert only.describe() == "none at 1 request, not measured above 1"
+
+
+def test_costs_are_kept_as_they_become_known() -> None:
+    kept: list[DraftCosts] = []
+    server = start(keep=kept.append)
+    server.serve(1, 1.0, 150)
+    assert [sorted(each.ms) for each in kept] == [[0, 3], [0, 1, 3], [0, 1, 2, 3]]
+    for count in COUNTS:
+        assert kept[-1].ms[count] == pytest.approx(1e3 * memory_bound(1, count), rel=0.01)
+    assert not kept[-1].busy and kept[-1].load == 1
+    server.serve(3, 1.0, 150)
+    assert kept[-1].load == 4 and len(kept[-1].ms) == len(COUNTS)
+
+
+def test_costs_measured_beside_other_programs_say_so() -> None:
+    kept: list[DraftCosts] = []
+    costs = EagerCosts((0, 1), keep=kept.append)
+    for step in range(100):
+        verified, made = costs.plan(1, 1)
+        plan = StepPlan(step, [Row(True, verified + 1)], made)  # type: ignore[list-item]
+        costs.note(plan, StepTime(0.01, 0.0, 0.01, 0.001, busy=step == 20))
+    assert [each.busy for each in kept] == [True]
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.95, 3), (0.6, 1)])
+def test_a_machine_that_slows_down_changes_no_choice(rate: float, expected: int) -> None:
+    """Other programs make all steps longer, and the ones measured before are no longer true."""
+    slow = 1.0
+    server = start(lambda num_reqs, count: slow * (0.004 + 0.0012 * count + 0.0008 * (count > 1)))
+    server.serve(1, rate, 600)
+    usually = server.chosen.most_common(1)[0][0]
+    assert usually == expected
+    for slow in (3.0, 0.5, 1.0):  # noqa: B007
+        server.chosen.clear()
+        server.serve(1, rate, 60)
+        assert server.chosen[0] == 0 and server.chosen.most_common(1)[0][0] == expected
+
+
+def test_one_slow_step_decides_nothing() -> None:
+    server = start()
+    server.serve(1, 0.95, 200)
+    taken, server.times = server.times, lambda num_reqs, count: 5.0
+    server.serve(1, 0.95, 2)
+    server.times, server.chosen = taken, Counter()
+    server.serve(1, 0.95, 60)
+    assert server.chosen[3] == 60
+
+
+def test_what_changed_is_found_out() -> None:
+    """Drafts take longer than they did, and later as long as before."""
+    server = start()
+    server.serve(1, 0.9, 300)
+    assert server.policy.num_drafts == 3
+    server.times = lambda num_reqs, count: 0.004 + 0.006 * count
+    server.serve(1, 0.9, 3 * LATE_GAP * NEWEST)
+    assert server.policy.num_drafts == 0 and server.policy.hopeless
+    server.times = memory_bound
+    server.new_requests()
+    server.serve(1, 0.9, 100)
+    assert server.policy.num_drafts == 0, "drafts do not pay, as far as is known"
+    server.serve(1, 0.9, RETRY)
+    server.new_requests()
+    assert not server.policy.hopeless and server.policy.num_drafts == 3
+    server.serve(1, 0.9, 100)
+    assert server.policy.num_drafts > 1 and server.policy.costs.knows(1)
+
+
+def test_bad_drafts_stop_and_the_next_requests_get_some_again() -> None:
+    server = start()
+    server.serve(1, 0.9, 300)
+    server.new_requests()
+    server.serve(1, 0.0, 100)
+    assert server.policy.num_drafts == 0 and not server.policy.hopeless
+    assert server.serve(1, 0.0, 100) > 0.97 / 0.004
+    server.new_requests()
+    assert server.policy.num_drafts == 3
+    server.serve(1, 0.9, 8)
+    assert server.policy.num_drafts > 0
+
+
+def test_drafts_that_pay_stay_over_an_idle_time() -> None:
+    """What was learned of their acceptance does, too."""
+    server = start()
+    server.serve(1, 0.95, 300)
+    rates = server.policy.acceptance.rates
+    server.new_requests()
+    assert server.policy.acceptance.rates == rates
+
+
+def test_where_drafts_cannot_pay_prompts_get_no_kv_of_the_drafter() -> None:
+    known = [DraftCosts({0: 4.0, 1: 12.0, 2: 20.0, 3: 30.0})]
+    policy = AdaptiveDrafts(EagerCosts(COUNTS, known), COUNTS, hopeful=True)
+    scheduler = make_scheduler(num_drafts=3, drafter_has_kv=True)
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=9, num_drafts=3))
+    policy.choose(scheduler)
+    assert scheduler.num_drafts == 0 and policy.hopeless and not scheduler.keeps_drafter_kv
+    assert take_step(scheduler).num_drafts == 0
+    policy.note_idle()
+    policy.choose(scheduler)
+    assert scheduler.num_drafts == 0, "for good"
+    pays = AdaptiveDrafts(EagerCosts(COUNTS), COUNTS, hopeful=True)
+    pays.choose(scheduler)
+    assert scheduler.num_drafts == 3 and scheduler.keeps_drafter_kv
+
+
+# ---- which steps count ----
+
+
+def note(costs: EagerCosts, rows: Sequence[Row], made: int, seconds: float) -> None:
+    plan = StepPlan(1, list(rows), made)  # type: ignore[arg-type]
+    costs.note(plan, StepTime(9.0, 0.0, seconds, 0.25 * seconds))
+
+
+def warm_costs() -> EagerCosts:
+    costs = EagerCosts(COUNTS)
+    for _ in range(WARM_STEPS):
+        note(costs, [Row(True, 4)], 3, 7.0)
+    assert not costs.knows(1)
+    costs.plan(1, 3)
+    return costs
+
+
+def measured(costs: EagerCosts, count: int) -> float | None:
+    """Beside another number, for which steps take 10 s."""
+    for _ in range(ENOUGH):
+        note(costs, [Row(True, 4)], 3, 10.0)
+    return costs.bare_seconds(1, count)
+
+
+def test_the_first_steps_do_not_count() -> None:
+    costs = warm_costs()
+    for _ in range(ENOUGH):
+        note(costs, [Row(True, 2)], 1, 5.0)
+    assert measured(costs, 1) == 5.0 and costs.bare_seconds(1, 3) == 10.0
+
+
+def test_a_step_that_verifies_no_drafts_counts_without_the_time_of_new_ones() -> None:
+    costs = warm_costs()
+    for _ in range(ENOUGH):
+        note(costs, [Row(True, 1)], 3, 4.0)
+    assert measured(costs, 0) == 3.0
+
+
+def test_steps_with_prompts_and_steps_between_two_numbers_do_not_count() -> None:
+    costs = warm_costs()
+    for _ in range(ENOUGH):
+        note(costs, [Row(True, 1), Row(False, 30, 0)], 3, 4.0)
+        note(costs, [Row(True, 2)], 3, 5.0)
+    assert measured(costs, 0) is None and not costs.knows(1)
+
+
+def test_prompts_show_what_their_tokens_take() -> None:
+    costs = warm_costs()
+    assert costs.seconds_per_token == 0.0
+    note(costs, [Row(True, 1), Row(False, 30, 0)], 3, 4.0)
+    assert costs.seconds_per_token == 0.0
+    note(costs, [Row(False, 30, 0), Row(False, 10, 0)], 3, 4.0)
+    assert costs.seconds_per_token == 0.1
+
+
+def test_a_step_verifies_no_more_drafts_than_were_made() -> None:
+    costs = EagerCosts(COUNTS)
+    assert costs.plan(1, 3) == (0, 3), "the step before was none"
+    assert costs.plan(1, 3) == (3, 3)
+    assert costs.plan(1, 1) == (1, 1)
+    assert costs.plan(1, 3) == (1, 3)
+    assert costs.plan(1, 0) == (0, 0)
+    assert costs.plan(1, 2) == (0, 2)
+
+
+# ---- in between ----
+
+
+@given(
+    st.dictionaries(st.integers(0, 8), st.floats(1, 100), min_size=2, max_size=5),
+    st.integers(0, 9),
+)
+def test_unmeasured_numbers_lie_on_lines(known: dict[int, float], count: int) -> None:
+    found, low, high = between(known, count), min(known.values()), max(known.values())
+    if count in known:
+        assert found == known[count]
+    elif min(known) < count < max(known):
+        assert low - 1e-6 <= found <= high + 1e-6
+        below, above = max(k for k in known if k < count), min(k for k in known if k > count)
+        share = (count - below) / (above - below)
+        assert found == pytest.approx((1 - share) * known[below] + share * known[above])
+    assert found >= low / 2
+
+
+def test_lines_go_on_beyond_the_ends() -> None:
+    assert between({0: 4.0, 1: 5.0, 2: 7.0}, 3) == 9.0
+    assert between({1: 5.0, 3: 7.0}, 0) == 4.0
+    assert between({1: 1.0, 2: 9.0}, 0) == 0.5, "no step takes less than nothing"
+
+
+def test_loads_are_powers_of_two() -> None:
+    assert [load_of(n) for n in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]
