@@ -22,6 +22,7 @@ NEWEST = 8  # steps that count
 # often, if earlier runs have measured it, and later.
 EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 6, 3, 25, 100
 DOUBT = 1.03  # times what steps without drafts take: to make drafts again costs something
+ATTEMPTS = 3  # steps in which another number is tried: the first may have too few drafts
 RETRY = 4096  # steps without drafts after which the next requests measure again
 PROMPT_SHARE = 0.25  # of what a decode step takes, by a token of a prompt, until that is measured
 
@@ -99,6 +100,7 @@ class EagerCosts:
         self._loads = {each.load: LoadSamples(each) for each in known}
         self._chosen = self.counts[-1]
         self._made = 0  # drafts that the step before made
+        self._attempts = 0
         self._without = 0  # steps without drafts, since something was measured
         self._warm = WARM_STEPS
         self._per_token: deque[float] = deque(maxlen=NEWEST)
@@ -160,6 +162,11 @@ class EagerCosts:
         else:
             gap = EARLY_GAP if num_reqs == 1 else SEVERAL_GAP
         if samples.since_other < gap:
+            self._attempts = 0
+            return None
+        self._attempts += 1
+        if self._attempts > ATTEMPTS:  # there were prompts beside it
+            samples.since_other = 0
             return None
         return missing[0] if missing else min(others, key=samples.times_tried)
 

@@ -355,13 +355,14 @@ def test_a_number_from_the_drafter_adapts_if_the_drafter_says_so(
 # ---- before anything is measured ----
 
 NGRAM = '{"method": "ngram"}'
+PIECES = ["--graph-mode", "piecewise"]
 
 
 @pytest.mark.parametrize(
     ("args", "pattern"),
     [
-        (["--shape", "tiny", "--k", "0,auto"], "needs graphs of decode batches"),
-        (["TEXT_MODEL", "--k", "0,auto", "-sc", NGRAM], "needs graphs of decode batches"),
+        (["--shape", "tiny", "--k", "0,auto", *PIECES], "needs graphs of decode batches"),
+        (["TEXT_MODEL", "--k", "0,auto", "-sc", NGRAM, *PIECES], "needs graphs of decode batches"),
         (["--shape", "tiny", "--k", "0,3", "--head", "mtp"], "no MTP heads for LlamaForCausalLM"),
         (
             ["--shape", "tiny-qwen", "--head", "mtp", "--k", "0,3", "--draft-vocab-size", "97"],
@@ -369,7 +370,10 @@ NGRAM = '{"method": "ngram"}'
         ),
         (["--shape", "tiny", "--k", "0,3", "--load", "32"], "max_num_seqs=32 times 4 tokens"),
         (["TEXT_MODEL", "--k", "0,3", "-sc", NGRAM, "--load", "32"], "max_num_seqs=32 times 4"),
-        (["--shape", "tiny", "--k", "0,auto", "--peer", "vllm"], "needs graphs of decode batches"),
+        (
+            ["--shape", "tiny", "--k", "0,auto", "--peer", "vllm", *PIECES],
+            "needs graphs of decode batches",
+        ),
     ],
 )
 def test_no_engine_is_measured_if_a_later_one_is_refused(

@@ -14,6 +14,7 @@ from stoop.engine.draft_costs import DraftCosts, between, load_of
 from stoop.engine.draft_estimates import expected_tokens
 from stoop.engine.draft_policy import EVERY, OWN_PRIOR, AdaptiveDrafts, Batch
 from stoop.engine.eager_costs import (
+    ATTEMPTS,
     EARLY_GAP,
     ENOUGH,
     KNOWN_GAP,
@@ -337,6 +338,19 @@ def test_steps_with_prompts_and_steps_between_two_numbers_do_not_count() -> None
         note(costs, [Row(True, 1), Row(False, 30, 0)], 3, 4.0)
         note(costs, [Row(True, 2)], 3, 5.0)
     assert measured(costs, 0) is None and not costs.knows(1)
+
+
+def test_steps_beside_prompts_are_not_made_worse_for_long() -> None:
+    """They show nothing, so another number of drafts is not tried in all of them."""
+    costs = warm_costs()
+    for _ in range(ENOUGH + EARLY_GAP):
+        note(costs, [Row(True, 4)], 3, 7.0)
+    planned = []
+    for _ in range(50):
+        planned.append(costs.plan(1, 3))
+        verified, made = planned[-1]
+        note(costs, [Row(True, verified + 1), Row(False, 30, 0)], made, 9.0)
+    assert planned.count((0, 3)) == ATTEMPTS and planned[ATTEMPTS:] == [(3, 3)] * (50 - ATTEMPTS)
 
 
 def test_prompts_show_what_their_tokens_take() -> None:
