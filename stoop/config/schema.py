@@ -324,7 +324,7 @@ class EngineOptions:
             "there is one and it is faster here), none, or JSON with method (eagle, eagle3, mtp or "
             "ngram), model (default: the head that comes with the model), num_speculative_tokens "
             "(drafts per step, at most, or auto) and adaptive (fewer drafts where that is faster; "
-            "heads on a GPU, and the one that comes with the model, do so unless it is false)"
+            "heads on a GPU, and auto on a CPU, do so unless it is false)"
         },
     )
     capture_sizes: str | Sequence[int] | None = field(

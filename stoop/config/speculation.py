@@ -92,7 +92,7 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | No
 
 
 def fixed_drafts(given: Any) -> dict[str, Any] | None:
-    """The same drafter with the most drafts in every step, for engines without decode graphs."""
+    """The same drafter with the most drafts in every step, where their number cannot vary."""
     options = parse_speculation(given)
     if options is None:
         return None

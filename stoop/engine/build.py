@@ -109,7 +109,7 @@ def _make_policy(
         usual_rates(choice.usual_tokens, schedule.num_drafts),
         has_kv=schedule.drafter_has_kv,
         keeps_prefixes=config.cache.enable_prefix_caching and executor.caches_prefixes,
-        hopeful=eager,
+        starts_over=eager,
     )
     log.info("drafts per step: %s", made.describe())
     return made

@@ -83,9 +83,9 @@ def choose_drafter(
         if asked is None:
             return DrafterChoice(None)
         spec = _settle(asked, options, model, target, report, device, packed)
-        head, store = Path(spec.folder or ""), None
-        if spec.adaptive and _measures_steps(options, device) and CostStore.can_name(head):
-            store = CostStore(options, model, head, packed)
+        store = None
+        if spec.adaptive and _measures_steps(_mode(options, device), device, options.run_ahead):
+            store = _store_of(spec, options, model, packed)
         return DrafterChoice(spec, store=store, usual_tokens=usual)
     if options.load_format == "dummy":
         return DrafterChoice(None)
@@ -102,7 +102,7 @@ def choose_drafter(
         if num_drafts == 0:
             return DrafterChoice(None, why)
         note += why
-        if _measures_steps(options, device):
+        if _measures_steps(_mode(options, device), device, options.run_ahead):
             num_drafts, adaptive = CPU_DRAFTS, True
     wanted = SpecOptions(
         "eagle3", str(folder), num_speculative_tokens=num_drafts, adaptive=adaptive
@@ -147,11 +147,19 @@ def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int
     num_drafts, gain = choose_drafts(times, lengths)
     if num_drafts == 0:
         return 0, f"the model's head does not make it faster here ({gain:.2f}x at best)"
-    drafts = "1 draft" if num_drafts == 1 else f"{num_drafts} drafts"
-    return num_drafts, (
-        f": a step with {drafts} took {times[num_drafts]:.1f} ms here instead of {times[0]:.1f}, "
-        f"and yields {lengths[num_drafts - 1]:.1f} tokens on benchmarks"
-    )
+    return num_drafts, f": about {gain:.1f}x as fast here, by what earlier runs measured"
+
+
+def _store_of(
+    spec: SpecConfig, options: EngineOptions, model: ModelSpec, packed: bool
+) -> CostStore | None:
+    """For heads in a folder of their own."""
+    if spec.head is None or spec.folder is None or spec.method == "mtp":
+        return None
+    if not CostStore.can_name(Path(spec.folder)):
+        return None
+    cut = spec.head.vocab_size if spec.head.draft_tokens is not None else None
+    return CostStore(options, model, Path(spec.folder), packed, cut)
 
 
 def _settle(
@@ -165,7 +173,7 @@ def _settle(
 ) -> SpecConfig:
     """Settle all options; a head is read and checked against the target."""
     dummy, multiple = options.load_format == "dummy", TILE if packed else 1
-    adaptive = _captures_decodes(options, device) and device != "cpu"
+    adaptive = _captures_decodes(_mode(options, device)) and device != "cpu"
     if wanted.method == "mtp":
         own = read_mtp_spec(target, model, dummy=dummy)
         cut = cut_vocabulary(own, model, wanted, target, multiple)
@@ -181,22 +189,28 @@ def _settle(
     return _check_adaptive(spec, wanted, options, device)
 
 
-def _captures_decodes(options: EngineOptions, device: str) -> bool:
-    mode = options.graph_mode
-    return (default_graph_mode(device) if mode == "auto" else mode) not in ("none", "piecewise")
+def _mode(options: EngineOptions, device: str) -> str:
+    return default_graph_mode(device) if options.graph_mode == "auto" else options.graph_mode
 
 
-def _measures_steps(options: EngineOptions, device: str) -> bool:
+def _measures_steps(mode: str, device: str, run_ahead: int | None) -> bool:
     """Whether steps can be timed while requests are served: each runs alone, on the host."""
-    mode = default_graph_mode(device) if options.graph_mode == "auto" else options.graph_mode
-    return device == "cpu" and mode == "none" and not options.run_ahead
+    return device == "cpu" and mode == "none" and not run_ahead
+
+
+def may_vary(mode: str, device: str, run_ahead: int | None) -> bool:
+    """Whether the number of drafts can vary in this graph mode."""
+    return _captures_decodes(mode) or _measures_steps(mode, device, run_ahead)
+
+
+def _captures_decodes(mode: str) -> bool:
+    return mode not in ("none", "piecewise")
 
 
 def _check_adaptive(
     spec: SpecConfig, wanted: SpecOptions, options: EngineOptions, device: str
 ) -> SpecConfig:
-    varies = _captures_decodes(options, device) or _measures_steps(options, device)
-    if spec.adaptive and not varies:
+    if spec.adaptive and not may_vary(_mode(options, device), device, options.run_ahead):
         asked = "adaptive=true"
         if wanted.num_speculative_tokens == AUTO:
             asked = "num_speculative_tokens=auto"

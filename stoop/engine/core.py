@@ -119,13 +119,12 @@ class EngineCore:
         self._step_seconds += time.perf_counter() - started
         return deltas
 
-    def _time_step(self, started: float, waited: float) -> StepTime | None:
+    def _time_step(self, started: float, waited: float) -> StepTime:
         """The time since the result before, of which the host waited so long."""
         before, now, executor = self._landed, time.perf_counter(), self.executor
         self._landed = now
-        if before is None:
-            return None
-        return StepTime(now - before, waited, now - started, executor.draft_seconds, executor.busy)
+        seconds = None if before is None else now - before
+        return StepTime(seconds, waited, now - started, executor.draft_seconds, executor.busy)
 
     def _admit_compiled(self) -> list[Delta]:
         """Queue the requests whose grammar is compiled; returns the deltas of those that failed.
@@ -188,6 +187,8 @@ class EngineCore:
         request_ids = list(request_ids)
         self.compiling.keep(request_ids)
         self.scheduler.restart([name for name in request_ids if self.scheduler.knows(name)])
+        if self.drafts is not None and not self.has_work:
+            self.drafts.note_idle()
 
     # ---- numbers ----
 

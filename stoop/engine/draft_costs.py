@@ -4,12 +4,16 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 from stoop.config.environ import cache_dir
 from stoop.config.schema import EngineOptions, ModelSpec
@@ -19,6 +23,7 @@ log = logging.getLogger(__name__)
 
 STORE = "draft-costs.json"
 WEIGHTS = "model.safetensors"
+OLD = 7 * 24 * 3600  # seconds
 MAX_LOAD = 1024  # requests at once whose costs are kept
 
 
@@ -47,6 +52,7 @@ class DraftCosts:
     ms: Mapping[int, float]  # by number of drafts that it verifies and makes
     busy: bool = False  # whether other programs slowed it down
     load: int = 1  # requests, a power of two that is not below their number
+    at: float = field(default_factory=time.time, compare=False)  # seconds since the epoch
 
     def times(self, max_drafts: int) -> list[float] | None:
         """Milliseconds with 0, 1 ... `max_drafts` drafts; None if too little is known."""
@@ -72,11 +78,20 @@ class CostStore:
     """A small JSON file in the cache folder. If it cannot be read or written, nothing is kept."""
 
     def __init__(
-        self, options: EngineOptions, model: ModelSpec, head: Path, packed: bool = False
+        self,
+        options: EngineOptions,
+        model: ModelSpec,
+        head: Path,
+        packed: bool = False,
+        num_draft_tokens: int | None = None,
     ) -> None:
-        """packed: weights stay quantised, which makes plain steps much faster"""
+        """packed: weights stay quantised, which makes plain steps much faster; num_draft_tokens:
+        that the head may draft, if not all that it could"""
         self.path = cache_dir() / STORE
         self.key = _key(options, model, head) + ("|packed" if packed else "")
+        if num_draft_tokens is not None:
+            self.key += f"|{num_draft_tokens} draft tokens"
+        self._before: dict[int, DraftCosts | None] = {}  # by load: what earlier runs found
 
     @staticmethod
     def can_name(head: Path) -> bool:
@@ -84,11 +99,13 @@ class CostStore:
         return (head / WEIGHTS).is_file()
 
     def load(self, load: int = 1) -> DraftCosts | None:
-        """load: of the requests"""
+        """What was found with so many requests; None if that is long ago: machines
+        change, and costs that keep drafts away are not measured any more."""
         try:
-            return _parse(self._read()[self._key_of(load)])
-        except (KeyError, TypeError, ValueError):
+            found = _parse(self._read()[self._key_of(load)], load)
+        except (KeyError, TypeError, ValueError, AttributeError):
             return None
+        return found if time.time() - found.at <= OLD else None
 
     def undisturbed(self) -> list[DraftCosts]:
         """Of every load, from runs that no other program disturbed."""
@@ -99,14 +116,15 @@ class CostStore:
         return self.key if load == 1 else f"{self.key}|{load} at once"
 
     def add(self, costs: DraftCosts) -> None:
-        known = self.load(costs.load)
-        merged = known.refined_by(costs) if known else costs
+        """Once or several times in a run: what it adds last counts."""
+        before = self._before.setdefault(costs.load, self.load(costs.load))
+        merged = before.refined_by(costs) if before else costs
         content = {**self._read(), self._key_of(costs.load): dataclasses.asdict(merged)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self.path.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps(content, indent=1) + "\n")
-            fresh.replace(self.path)
+            with NamedTemporaryFile("w", dir=self.path.parent, delete=False) as fresh:
+                fresh.write(json.dumps(content, indent=1) + "\n")
+            Path(fresh.name).replace(self.path)
         except OSError as error:
             log.warning("%s cannot be written (%s): what drafts cost is not kept", self.path, error)
 
@@ -118,12 +136,11 @@ class CostStore:
         return content if isinstance(content, dict) else {}
 
 
-def _parse(record: object) -> DraftCosts:
-    costs = DraftCosts(**record)  # type: ignore[arg-type]
-    ms = {int(count): taken for count, taken in dict(costs.ms).items()}
-    if not all(isinstance(taken, int | float) and taken > 0 for taken in ms.values()):
+def _parse(record: Any, load: int) -> DraftCosts:
+    ms = {int(count): float(taken) for count, taken in record["ms"].items()}
+    if any(count < 0 or not 0 < taken < math.inf for count, taken in ms.items()):
         raise ValueError(record)
-    return dataclasses.replace(costs, ms=ms)
+    return DraftCosts(ms, bool(record["busy"]), load, float(record["at"]))
 
 
 def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
@@ -134,7 +151,8 @@ def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     dtype += "".join(f" {name} {asked}" for name, asked in others.items() if asked != "auto")
     if options.activation_bits != 16:
         dtype += f" {options.activation_bits}-bit activations"
-    digest = hashlib.sha256((head / WEIGHTS).read_bytes()).hexdigest()[:16]
+    with (head / WEIGHTS).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     backend = options.attention_backend
     return "|".join((digest, dtype, backend, _processor(), version("torch"), __version__))
 

@@ -28,8 +28,9 @@ class Acceptance:
             if tried > WINDOW:
                 self._scale(place, WINDOW / tried)
 
-    def forget(self, share: float) -> None:
-        for place in range(len(self._tried)):
+    def forget(self, share: float, beyond: int = 0) -> None:
+        """Take acceptance to be more as usual, of drafts after the first `beyond`."""
+        for place in range(beyond, len(self._tried)):
             self._scale(place, 1 - share)
 
     def _scale(self, place: int, factor: float) -> None:

@@ -34,6 +34,8 @@ HOPEFUL = 0.9  # acceptance with which drafts must pay to be worth that
 REFILL = 3  # steps that computing tokens again costs besides: the pipeline runs empty
 MOST_PATIENCE = 64
 FORGET = 1 / 4096  # of what is known, by a step without drafts
+FORGET_LATER = 1 / 512  # of what is known of later drafts, by a step that makes fewer
+FORGET_OTHERS = 0.5  # of what is known, by an idle time
 
 
 class DraftPolicy(Protocol):
@@ -43,9 +45,7 @@ class DraftPolicy(Protocol):
         """Set the scheduler's `num_places`, `num_drafts` and `redraft`."""
         ...
 
-    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
-        """time: None for the first step after a pause"""
-        ...
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime) -> None: ...
 
     def note_idle(self) -> None:
         """No requests are left."""
@@ -63,7 +63,7 @@ class HeldDrafts:
     def choose(self, scheduler: Scheduler) -> None:
         scheduler.num_places = scheduler.num_drafts = self.num_drafts
 
-    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime) -> None:
         pass
 
     def note_idle(self) -> None:
@@ -94,17 +94,18 @@ class AdaptiveDrafts:
         usual: Sequence[float] = (),
         has_kv: bool = True,
         keeps_prefixes: bool = True,
-        hopeful: bool = False,
+        starts_over: bool = False,
     ) -> None:
         """counts: drafts that a step may make, in rising order; usual: acceptance by position;
         has_kv: the drafter always drafts where it may; keeps_prefixes: only what it lacks is
-        computed again; hopeful: after an idle time, acceptance is taken to be as usual again"""
+        computed again; starts_over: requests after an idle time are taken for others than those
+        before it"""
         self.costs = costs
         self.counts = tuple(counts)
         self.acceptance = Acceptance(usual or [USUAL] * self.counts[-1])
         self.has_kv = has_kv
         self.keeps_prefixes = keeps_prefixes
-        self.hopeful = hopeful
+        self.starts_over = starts_over
         self.num_drafts = 0 if self.hopeless else self.counts[-1]
         self._steps = EVERY  # from the last decision to the next
         self._countdown = 0
@@ -135,8 +136,10 @@ class AdaptiveDrafts:
 
     @property
     def hopeless(self) -> bool:
-        """Whether drafts do not pay for a single request, with usual acceptance either."""
-        return self.hopeful and 1 in self.costs.sizes and self._usual_choice(1) == 0
+        """Whether drafts could not pay for a single request, even if most were accepted."""
+        if not self.starts_over or 1 not in self.costs.sizes:
+            return False
+        return self._best(1, [HOPEFUL] * self.counts[-1]) == 0
 
     def _speed_known(self, num_reqs: int) -> bool:
         return self.costs.seconds(num_reqs, self.num_drafts) is not None
@@ -191,13 +194,14 @@ class AdaptiveDrafts:
             with_all = self._speeds(batch, batch.drafted + batch.lacking)
             self.num_drafts = max(with_all, key=lambda count: with_all[count])
             return True
+        share = num_steps * (FORGET_LATER if self.num_drafts else FORGET)
+        self.acceptance.forget(min(share, 1.0), beyond=self.num_drafts)
         if self.num_drafts:
             self._gap, self._since = FIRST_GAP, 0
             self._kept += num_steps
             if self._kept >= FIRST_GAP:
                 self._patience = 1
-            made = self.costs.try_fewer(batch.num_reqs, self.num_drafts, num_steps)
-            self.num_drafts = made
+            self.num_drafts = self.costs.try_fewer(batch.num_reqs, self.num_drafts, num_steps)
         else:
             self._kept = 0
             self._go_without(batch, num_steps)
@@ -236,7 +240,6 @@ class AdaptiveDrafts:
     def _go_without(self, batch: Batch, num_steps: int) -> None:
         """Make a few drafts now and then: they may be accepted more often by now."""
         self._since += num_steps
-        self.acceptance.forget(num_steps * FORGET)
         if self._since < self._gap or not batch.drafted:
             return
         few = self.counts[1]
@@ -249,9 +252,8 @@ class AdaptiveDrafts:
 
     # ---- after a step ----
 
-    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None = None) -> None:
-        if time is not None:
-            self.costs.note(plan, time)
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime) -> None:
+        self.costs.note(plan, time)
         had_drafts, self._made = self._made, plan.num_drafts > 0
         first = plan.rows[0]  # decodes come first
         if not first.decodes or first.num_tokens == 1:
@@ -275,9 +277,8 @@ class AdaptiveDrafts:
 
     def note_idle(self) -> None:
         """The next requests' drafts may be better than those of the last ones."""
-        self.costs.note_idle()
-        if self.hopeful and self.num_drafts == 0:
-            self.acceptance = Acceptance(self.acceptance.usual)
+        if self.starts_over:
+            self.acceptance.forget(FORGET_OTHERS if self.num_drafts else 1.0)
             self.num_drafts = 0 if self.hopeless else self.counts[-1]
             self._countdown = 0
 
@@ -288,35 +289,33 @@ class AdaptiveDrafts:
 
     def describe(self) -> str:
         """How many drafts at how many requests, with the usual acceptance."""
-        chosen: list[tuple[int, int]] = []  # number of drafts, up to this number of requests
-        for size in self.costs.sizes:
-            best = self._usual_choice(size)
-            if chosen and chosen[-1][0] == best:
-                chosen.pop()
-            chosen.append((best, size))
-        if not chosen:
+        sizes, bounded = self.costs.sizes, self.costs.bounded
+        if not sizes:
             return f"{_drafts(self.counts[-1])} until it is known what they cost"
-        largest, bounded = chosen[-1][1], self.costs.bounded
+        chosen: list[tuple[int, int, int]] = []  # number of drafts, at so many requests
+        for size in sizes:
+            best, first = self._best(size, self.acceptance.usual), size
+            if chosen and chosen[-1][0] == best:
+                first = chosen.pop()[1]
+            chosen.append((best, first, size))
         if bounded and chosen[-1][0] == 0:
             chosen.pop()
         parts: list[str] = []
-        for count, most in chosen:
-            where = f"up to {most}"
+        for count, first, last in chosen:
+            where = f"up to {last}" if bounded else f"at {_span(first, last)}"
             if not parts:
-                where = f"at 1 to {most} requests" if most > 1 else "at 1 request"
+                where = f"at {_span(1, last)} request{'s' if last > 1 else ''}"
             parts.append(f"{_drafts(count)} {where}")
         if not bounded:
-            parts.append(f"not measured above {largest}")
-        elif chosen:
-            parts.append(f"none above {chosen[-1][1]}")
-        else:
-            parts.append("none at any number of requests")
-        return ", ".join(parts)
+            return ", ".join(parts) + ", as far as measured"
+        if chosen:
+            parts.append(f"none above {chosen[-1][2]}")
+        return ", ".join(parts or ["none at any number of requests"])
 
-    def _usual_choice(self, num_reqs: int) -> int:
-        """The number of drafts that is fastest with usual acceptance."""
+    def _best(self, num_reqs: int, rates: Sequence[float]) -> int:
+        """The number of drafts that is fastest with this acceptance by position."""
         speeds = {
-            count: expected_tokens(self.acceptance.usual, count) / seconds
+            count: expected_tokens(rates, count) / seconds
             for count in self.counts
             if (seconds := self.costs.bare_seconds(num_reqs, count)) is not None
         }
@@ -325,3 +324,7 @@ class AdaptiveDrafts:
 
 def _drafts(count: int) -> str:
     return f"{count} draft{'s' if count > 1 else ''}" if count else "none"
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first} to {last}" if first < last else f"{last}"

@@ -1,14 +1,14 @@
 """What decode steps take, by numbers of requests and drafts, where no graphs could be timed.
 
-Steps are timed while requests are served. Those with the number of drafts in use show how fast the
-machine is at the moment: other programs may slow it down, and contexts grow. Now and then a step
-takes another number, which shows what that takes in comparison. A step can verify no drafts and
-still make some, so that nothing is lost but that step's drafts. What was found is kept for the
-next start (`draft_costs`).
+Steps are timed while requests are served. Those with the number of drafts that the policy chose
+show how fast the machine is at the moment: other programs may slow it down, and contexts grow. Now
+and then a step takes another number, which shows what that takes in comparison. A step can verify
+no drafts and still make some, so that nothing is lost but that step's drafts. What was found is
+kept for the next start (`draft_costs`).
 """
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from stoop.core.step import StepPlan
@@ -16,69 +16,116 @@ from stoop.engine.draft_costs import DraftCosts, between, load_of
 from stoop.engine.step_costs import StepTime
 
 WARM_STEPS = 3  # the first steps of a process take longer and are not counted
-ENOUGH = 3  # steps of a number of drafts that tell what it takes
+ENOUGH = 3  # steps that tell what a number of drafts takes
 NEWEST = 8  # steps that count
 # Steps between those with another number: at first, with several requests, where drafts pay less
 # often, if earlier runs have measured it, and later.
 EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 6, 3, 25, 100
-DOUBT = 1.03  # times what steps without drafts take: to make drafts again costs something
 ATTEMPTS = 3  # steps in which another number is tried: the first may have too few drafts
-RETRY = 4096  # steps without drafts after which the next requests measure again
+RETRY = 4096  # steps without drafts after which what they take is measured again
+DOUBT = 1.03  # times what steps without drafts take: to make drafts again costs something
 PROMPT_SHARE = 0.25  # of what a decode step takes, by a token of a prompt, until that is measured
 
 
 class LoadSamples:
-    """Steps of one load. A step takes `pace` times what its number of drafts takes usually."""
+    """Steps of one load: those with the chosen number of drafts, and others relative to these."""
 
-    def __init__(self, known: DraftCosts | None) -> None:
-        self._known = {k: ms / 1e3 for k, ms in known.ms.items()} if known else {}
-        self._taken: dict[int, deque[float]] = {}  # seconds over the pace at that time
-        self._paces: deque[float] = deque(maxlen=NEWEST)
-        self._tried: Counter[int] = Counter()
-        self._last = -1  # number of drafts in the step before
-        self.since_other = 0  # steps with the same number
+    def __init__(self, known: DraftCosts | None = None) -> None:
+        self._known = {count: ms / 1e3 for count, ms in known.ms.items()} if known else {}
+        self._chosen = -1
+        self._recent = _newest()  # seconds of steps with this number
+        self._relative: dict[int, deque[float]] = {}  # of others: times as long as those
+        self._tried_at: dict[int, int] = {}
+        self._num_tries = 0
+        self.since_try = 0  # steps with the chosen number
+        self.attempts = 0  # steps planned for the try at hand
+        self.num_without = 0  # steps without drafts, since drafts were made
         self.num_kept = 0  # numbers of drafts whose costs were kept
         self.busy = False
 
-    @property
-    def pace(self) -> float:
-        return statistics.median(self._paces) if self._paces else 1.0
-
-    def note(self, num_drafts: int, seconds: float) -> None:
-        """The first step with another number of drafts shows what that takes in comparison."""
-        usual, same = self._usual(num_drafts), num_drafts == self._last
-        self._last = num_drafts
-        if same and usual is not None:
-            self._paces.append(seconds / usual)
-            self.since_other += 1
+    def choose(self, num_drafts: int) -> None:
+        """From now on, steps take this number."""
+        if num_drafts == self._chosen:
             return
-        self._taken.setdefault(num_drafts, deque(maxlen=NEWEST)).append(seconds / self.pace)
-        if not same:
-            self.since_other = 0
-            self._tried[num_drafts] += 1
+        before, level, certain = self._chosen, self.level, self.has_measured(num_drafts)
+        found = self.seconds(num_drafts)
+        self._chosen, others = num_drafts, self._relative
+        self.since_try = self.attempts = 0
+        self._recent.clear()
+        self._relative = {}
+        if level is None or found is None:
+            return
+        times = found / level
+        for count, samples in others.items():
+            if count != num_drafts:
+                self._relative[count] = _newest(each / times for each in samples)
+        self._relative[before] = _newest([1 / times] * (ENOUGH if certain else 1))
+        self._recent.append(found)
 
-    def _usual(self, num_drafts: int) -> float | None:
-        if self.has_measured(num_drafts):
-            return statistics.median(self._taken[num_drafts])
-        return self._known.get(num_drafts)
+    def note_chosen(self, seconds: float) -> None:
+        self._recent.append(seconds)
+        self.since_try += 1
+
+    def note_tried(self, num_drafts: int, seconds: float) -> None:
+        self.since_try = self.attempts = 0
+        self._num_tries += 1
+        self._tried_at[num_drafts] = self._num_tries
+        if self.level is not None:
+            self._relative.setdefault(num_drafts, _newest()).append(seconds / self.level)
+
+    @property
+    def level(self) -> float | None:
+        """Seconds of a step with the chosen number."""
+        recent = list(self._recent)
+        if recent or len(self._known) < 2:
+            return statistics.median(recent) if recent else None
+        return between(self._known, self._chosen)
+
+    def _times(self, num_drafts: int) -> float | None:
+        """How many times as long as with the chosen number a step takes, if that is known."""
+        if num_drafts == self._chosen:
+            return 1.0
+        samples = list(self._relative.get(num_drafts, ()))
+        if len(samples) >= ENOUGH:
+            return statistics.median(samples)
+        if num_drafts in self._known and len(self._known) > 1:
+            return self._known[num_drafts] / between(self._known, self._chosen)
+        return None
 
     def has_measured(self, num_drafts: int) -> bool:
-        return len(self._taken.get(num_drafts, ())) >= ENOUGH
+        """In this run."""
+        if num_drafts == self._chosen:
+            return len(self._recent) >= ENOUGH
+        return len(self._relative.get(num_drafts, ())) >= ENOUGH
 
     def knows(self, num_drafts: int) -> bool:
-        return self._usual(num_drafts) is not None
+        return self.level is not None and self._times(num_drafts) is not None
 
     def seconds(self, num_drafts: int) -> float | None:
-        """Of a step with so many drafts, measured or in between; None if too little is known."""
-        found = {k: usual for k in {*self._taken, *self._known} if (usual := self._usual(k))}
-        return self.pace * between(found, num_drafts) if len(found) > 1 else None
+        """Of a step with so many drafts, known or between known ones; None if it is not known what
+        a step takes with drafts and without."""
+        if self._chosen < 0:  # none of its steps was planned so far
+            usable = 0 in self._known and len(self._known) > 1
+            return between(self._known, num_drafts) if usable else None
+        level = self.level
+        numbers = {*list(self._relative), *self._known, self._chosen}
+        found = {k: times for k in numbers if (times := self._times(k)) is not None}
+        if level is None or 0 not in found or len(found) < 2:
+            return None
+        return level * between(found, num_drafts)
 
-    def times_tried(self, num_drafts: int) -> int:
-        return self._tried[num_drafts]
+    def last_try(self, num_drafts: int) -> int:
+        return self._tried_at.get(num_drafts, 0)
 
     def costs(self, load: int, counts: Iterable[int]) -> DraftCosts:
-        ms = {k: 1e3 * self.pace * (self._usual(k) or 0.0) for k in counts if self.has_measured(k)}
+        """What was measured in this run."""
+        measured = (count for count in counts if self.has_measured(count))
+        ms = {count: 1e3 * taken for count in measured if (taken := self.seconds(count))}
         return DraftCosts(ms, self.busy, load)
+
+
+def _newest(samples: Iterable[float] = ()) -> deque[float]:
+    return deque(samples, maxlen=NEWEST)
 
 
 class EagerCosts:
@@ -100,49 +147,49 @@ class EagerCosts:
         self._loads = {each.load: LoadSamples(each) for each in known}
         self._chosen = self.counts[-1]
         self._made = 0  # drafts that the step before made
-        self._attempts = 0
-        self._without = 0  # steps without drafts, since something was measured
+        self._only_decoded = False  # in the step before
         self._warm = WARM_STEPS
-        self._per_token: deque[float] = deque(maxlen=NEWEST)
+        self._any_step = 1.0  # seconds of the newest decode step
+        self._prompts: deque[tuple[float, int]] = deque(maxlen=NEWEST)  # seconds and tokens
 
     def _of(self, num_reqs: int) -> LoadSamples:
-        load = load_of(num_reqs)
-        if load not in self._loads:
-            self._loads[load] = LoadSamples(None)
-        return self._loads[load]
+        return self._loads.setdefault(load_of(num_reqs), LoadSamples())
 
     # ---- what steps take ----
 
     def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
-        """Until something is known, drafts are taken to cost nothing: so they are tried."""
         found = self._of(num_reqs).seconds(num_drafts)
         if found is None:
-            return 1.0
+            found = self._guess(load_of(num_reqs), num_drafts)
         return found if num_drafts else DOUBT * found
+
+    def _guess(self, load: int, num_drafts: int) -> float:
+        """What was not measured: drafts gain no more than with fewer requests. Where nothing is
+        known of these, drafts are taken to cost nothing, so that they are tried."""
+        fewer = [each for each in self.sizes if each < load]
+        found = self._loads[fewer[-1]].seconds(num_drafts) if fewer else None
+        return self._any_step if found is None else found
 
     def bare_seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         return self._of(num_reqs).seconds(num_drafts)
 
-    def knows(self, num_reqs: int) -> bool:
-        """Whether it was measured what so many requests take with drafts and without."""
-        return self._of(num_reqs).seconds(0) is not None
-
     @property
     def sizes(self) -> list[int]:
-        return sorted(load for load in self._loads if self.knows(load))
+        loads = list(self._loads.items())  # another thread may ask
+        return sorted(load for load, samples in loads if samples.seconds(0) is not None)
 
     @property
     def seconds_per_token(self) -> float:
-        if self._per_token:
-            return statistics.median(self._per_token)
-        return PROMPT_SHARE * (self._of(1).seconds(0) or 0.0)
+        prompts = list(self._prompts)
+        if prompts:
+            return sum(seconds for seconds, _ in prompts) / sum(tokens for _, tokens in prompts)
+        return PROMPT_SHARE * self._any_step
 
     # ---- steps ----
 
     def plan(self, num_reqs: int, num_drafts: int) -> tuple[int, int]:
         made, self._chosen = self._made, num_drafts
-        self._without += num_drafts == 0
-        other = self._due(num_reqs) if num_drafts else None
+        other = self._next_try(num_reqs) if num_reqs else None
         if other == 0:
             verified, self._made = 0, num_drafts
         else:
@@ -150,9 +197,15 @@ class EagerCosts:
             verified = min(made, self._made)
         return verified, self._made
 
-    def _due(self, num_reqs: int) -> int | None:
+    def _next_try(self, num_reqs: int) -> int | None:
         """The number of drafts to try in the next step, if any."""
-        samples = self._of(num_reqs)
+        samples, load = self._of(num_reqs), load_of(num_reqs)
+        samples.choose(self._chosen)
+        samples.num_without = 0 if self._chosen else samples.num_without + 1
+        if samples.num_without >= RETRY:
+            self._loads[load] = LoadSamples()  # it may be due to other programs, long gone
+        if self._chosen == 0 or not self._only_decoded:
+            return None
         others = [count for count in self.counts if count != self._chosen]
         missing = [count for count in others if not samples.has_measured(count)]
         if not missing:
@@ -161,21 +214,20 @@ class EagerCosts:
             gap = KNOWN_GAP
         else:
             gap = EARLY_GAP if num_reqs == 1 else SEVERAL_GAP
-        if samples.since_other < gap:
-            self._attempts = 0
+        if samples.since_try < gap:
             return None
-        self._attempts += 1
-        if self._attempts > ATTEMPTS:  # there were prompts beside it
-            samples.since_other = 0
+        samples.attempts += 1
+        if samples.attempts > ATTEMPTS:
+            samples.since_try = samples.attempts = 0
             return None
-        return missing[0] if missing else min(others, key=samples.times_tried)
+        return missing[0] if missing else min(others, key=samples.last_try)
 
     def note(self, plan: StepPlan, time: StepTime) -> None:
         rows = plan.rows
+        self._only_decoded = all(row.decodes for row in rows)
         if not any(row.decodes for row in rows):
-            self._per_token.append(time.inside / sum(row.num_tokens for row in rows))
-            return
-        if not all(row.decodes for row in rows):
+            self._prompts.append((time.inside, sum(row.num_tokens for row in rows)))
+        if not self._only_decoded:
             return
         if self._warm:
             self._warm -= 1
@@ -187,9 +239,14 @@ class EagerCosts:
             seconds = time.inside - time.drafting
         else:
             return  # the step before made fewer than this one
+        self._any_step = seconds
         samples = self._of(len(rows))
         samples.busy |= time.busy
-        samples.note(verified, seconds)
+        if verified == self._chosen:
+            samples.choose(verified)  # this load may be another than the one that was planned for
+            samples.note_chosen(seconds)
+        else:
+            samples.note_tried(verified, seconds)
         self._keep_new(samples, load_of(len(rows)))
 
     def _keep_new(self, samples: LoadSamples, load: int) -> None:
@@ -199,16 +256,10 @@ class EagerCosts:
             samples.num_kept = len(costs.ms)
             self._keep(costs)
 
-    def note_idle(self) -> None:
-        """What was measured long ago may be due to other programs, and keeps drafts away."""
-        if self._without >= RETRY:
-            self._loads.clear()
-            self._without = 0
-
     def forget_load(self) -> None:
         pass
 
-    # No trials of some length: single steps tell enough.
+    # Single steps tell enough: `plan` tries other numbers.
 
     def try_fewer(self, num_reqs: int, num_drafts: int, num_steps: int) -> int:
         return num_drafts

@@ -23,11 +23,9 @@ WORTH = 0.1  # share of a step's time that fewer drafts must save besides
 class StepTime(NamedTuple):
     """What a step took."""
 
-    seconds: float  # from result to result
-    waited: (
-        float  # of these, for the device: 0 if it had to wait for the host, or the host computes
-    )
-    inside: float = 0.0  # of these, within the engine core
+    seconds: float | None  # from result to result; None for the first one after a pause
+    waited: float  # for the device: 0 if it had to wait for the host, or if the host computes
+    inside: float = 0.0  # of the seconds, within the engine core
     drafting: float = 0.0  # of these, on the host and for the next step's drafts
     busy: bool = False  # whether other programs use the processor
 
@@ -60,10 +58,6 @@ class StepCosts(Protocol):
         ...
 
     def note(self, plan: StepPlan, time: StepTime) -> None: ...
-
-    def note_idle(self) -> None:
-        """No requests are left."""
-        ...
 
     def forget_load(self) -> None:
         """From now on there are many more requests, or far fewer."""
@@ -153,7 +147,7 @@ class GraphCosts:
     def note(self, plan: StepPlan, time: StepTime) -> None:
         num_reqs, first = len(plan.rows), plan.rows[0]  # decodes come first
         expected = self.times.at(num_reqs, plan.num_drafts)
-        if expected is None:
+        if expected is None or time.seconds is None:
             return
         if first.decodes:
             most = MUCH * max(self.times.at(num_reqs, each) or 0.0 for each in self.counts)
@@ -165,9 +159,6 @@ class GraphCosts:
         if not self.host_computes and time.waited < 0.02 * time.seconds:
             added = min(added, self.added)  # the device waits for the host: it takes less than that
         self.added += (added - self.added) / AVERAGED
-
-    def note_idle(self) -> None:
-        pass
 
     def forget_load(self) -> None:
         self.trial.forget()

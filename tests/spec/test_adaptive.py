@@ -46,7 +46,7 @@ def make(
     if mode in CAPTURED:
         assert llm.config.schedule.draft_counts == counts
         assert isinstance(llm.engine.core.drafts, AdaptiveDrafts)
-    llm.engine.core.drafts = RandomDrafts(counts, seed)
+    llm.engine.core.drafts = RandomDrafts(counts, seed, eager=mode == "none")
     return llm
 
 

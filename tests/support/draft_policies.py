@@ -12,7 +12,9 @@ from stoop.scheduler.scheduler import Scheduler
 class RandomDrafts:
     """Holds a number for a few steps; now and then what the drafter lacks is computed again."""
 
-    def __init__(self, counts: Sequence[int], seed: int) -> None:
+    def __init__(self, counts: Sequence[int], seed: int, eager: bool = False) -> None:
+        """eager: steps may verify fewer drafts than they make, as no graph holds both"""
+        self.eager = eager
         self.counts = counts
         self.random = random.Random(seed)
         self.num_drafts = 0
@@ -29,8 +31,11 @@ class RandomDrafts:
         self.left -= 1
         self.chosen.append(self.num_drafts)
         scheduler.num_places = scheduler.num_drafts = self.num_drafts
+        if self.eager:
+            fewer = [count for count in self.counts if count <= self.num_drafts]
+            scheduler.num_places = self.random.choice([*fewer, self.num_drafts, self.num_drafts])
 
-    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime) -> None:
         assert plan.num_drafts <= self.counts[-1] and len(result.rows) == len(plan.rows)
         if all(row.decodes for row in plan.rows):
             self.query_lens.add(plan.rows[0].num_tokens)

@@ -260,9 +260,9 @@ class NotedTimes(HeldDrafts):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.times: list[StepTime | None] = []
+        self.times: list[StepTime] = []
 
-    def note(self, plan: StepPlan, result: StepResult, time: StepTime | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, time: StepTime) -> None:
         self.times.append(time)
 
 
@@ -281,4 +281,27 @@ def test_a_wait_for_a_grammar_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPat
     grammar.done = True
     while core.has_work:
         core.step()
-    assert [time is None for time in noted.times] == [True, False, True, False]
+    assert [time.seconds is None for time in noted.times] == [True, False, True, False]
+
+
+def test_a_policy_hears_what_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From result to result, within the core, and of that for drafts."""
+    executor = FakeExecutor(num_blocks=64)
+    core = EngineCore(ScheduleConfig(128, 2, 64, True), CacheConfig(block_size=4), executor)
+    core.drafts = noted = NotedTimes()
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("stoop.engine.core.time.perf_counter", lambda: clock.now)
+    launch = executor.launch
+
+    def slow(plan: StepPlan) -> FakeExecutor:
+        clock.now += 3.0
+        executor.draft_seconds, executor.busy = 0.5, True
+        executor.waited += 0.25
+        return launch(plan)
+
+    monkeypatch.setattr(executor, "launch", slow)
+    core.add([EngineRequest("a", (1, 2, 3), make_rules(2))])
+    while core.has_work:
+        core.step()
+        clock.now += 10.0  # the caller takes its time
+    assert noted.times == [StepTime(None, 0.0, 3.0, 0.5, True), StepTime(13.0, 0.0, 3.0, 0.5, True)]

@@ -73,6 +73,11 @@ def test_old_drafts_lose_weight() -> None:
     for _ in range(50):
         found.forget(0.2)
     assert found.rates[0] == pytest.approx(USUAL, abs=0.01)
+    later = Acceptance([USUAL] * 3)
+    later.add(3, 3, times=100)
+    rates = later.rates
+    later.forget(1.0, beyond=1)
+    assert later.rates == pytest.approx([rates[0], USUAL, USUAL])
 
 
 def test_usual_rates_give_the_lengths_back() -> None:

@@ -65,6 +65,7 @@ class Row(NamedTuple):
 
 
 DECODE = Row(True, 4)
+NO_TIME = StepTime(None, 0.0)
 
 
 def settled(policy: AdaptiveDrafts, num_reqs: int, rate: float, steps: int = 400) -> float:
@@ -87,9 +88,8 @@ def settled(policy: AdaptiveDrafts, num_reqs: int, rate: float, steps: int = 400
                 accepted += 1
             rows.append(RowResult("r", 0, [1] * (accepted + 1), count if has_kv else 0))
             tokens += accepted + 1
-        policy.note(
-            StepPlan(step, [DECODE._replace(num_tokens=count + 1)], count), StepResult(step, rows)
-        )  # type: ignore[list-item]
+        plan = StepPlan(step, [DECODE._replace(num_tokens=count + 1)], count)  # type: ignore[list-item]
+        policy.note(plan, StepResult(step, rows), NO_TIME)
         time = policy.costs.times.at(num_reqs, count)
         assert time is not None, "only captured sizes are chosen"
         seconds += time
@@ -532,7 +532,7 @@ def look_up(hit_rate: float, rate: float) -> float:
             rows.append(RowResult(row.request_id, row.epoch, [7] * (accepted + 1), verified))
             found[row.slot] = plan.num_drafts if source.random() < hit_rate else 0
             tokens += (accepted + 1) * (step >= 100)  # it learns before
-        policy.note(plan, StepResult(step, rows))
+        policy.note(plan, StepResult(step, rows), NO_TIME)
         scheduler.update(StepResult(step, rows))
         seconds += (1.0 + 0.3 * plan.num_drafts) * (step >= 100)
     return tokens / seconds / 8
@@ -551,7 +551,8 @@ def test_requests_that_want_no_drafts_miss_none() -> None:
     def misses(*rows: tuple[PlannedRow, list[int]], num_drafts: int = 3) -> float:
         before = policy.acceptance.rates[0]
         plan = StepPlan(1, [row for row, _ in rows], num_drafts)
-        policy.note(plan, StepResult(1, [RowResult("r", 0, tokens) for _, tokens in rows]))
+        found = [RowResult("r", 0, tokens) for _, tokens in rows]
+        policy.note(plan, StepResult(1, found), NO_TIME)
         after = policy.acceptance.rates[0]
         policy.acceptance = Acceptance([USUAL] * 3)
         return round(PRIOR * (before / after - 1))

@@ -240,15 +240,18 @@ def accuracy(
     from stoop.bench.accuracy import EngineChoice, measure_accuracy
     from stoop.bench.accuracy_report import describe_difference, print_accuracy
     from stoop.bench.questions import encode_tasks, read_exam
+    from stoop.engine.choose_drafter import may_vary
+    from stoop.worker.device import find_device
 
     exam, worked = read_exam(questions, num_questions, shots, shots_file)
     drafter = find_drafter(engine, model)
     if drafter is not None and drafter.get("rejection_sample_method") == "synthetic":
         raise ConfigError("-sc: synthetic acceptance gives wrong answers, choose another method")
     tasks = encode_tasks(exam, load_tokenizer(model, engine), worked, raw)
+    device, fixed = find_device(engine["device"]), fixed_drafts(drafter)
 
     def start(choice: EngineChoice) -> "LLM":
-        fits = drafter if choice.mode not in ("none", "piecewise") else fixed_drafts(drafter)
+        fits = drafter if may_vary(choice.mode, device, engine["run_ahead"]) else fixed
         drafting = {"speculative_config": fits if choice.drafted else None}
         return start_llm(model, {**_of_mode(choice.mode, engine), **drafting})
 
