@@ -35,7 +35,7 @@ REFILL = 3  # steps that computing tokens again costs besides: the pipeline runs
 MOST_PATIENCE = 64
 FORGET = 1 / 4096  # of what is known, by a step without drafts
 FORGET_LATER = 1 / 512  # of what is known of later drafts, by a step that makes fewer
-FORGET_OTHERS = 0.5  # of what is known, by an idle time
+FORGET_OTHERS = 0.9  # of what is known, by an idle time
 
 
 class DraftPolicy(Protocol):
@@ -106,6 +106,7 @@ class AdaptiveDrafts:
         self.has_kv = has_kv
         self.keeps_prefixes = keeps_prefixes
         self.starts_over = starts_over
+        self.hopeless = self._can_never_pay()
         self.num_drafts = 0 if self.hopeless else self.counts[-1]
         self._steps = EVERY  # from the last decision to the next
         self._countdown = 0
@@ -126,6 +127,7 @@ class AdaptiveDrafts:
         far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
         if num_reqs and far:
             self.costs.forget_load()
+            self.hopeless = self._can_never_pay()
         if num_reqs and (self._countdown <= 0 or far or not self._speed_known(num_reqs)):
             if self.decide(self._read_batch(scheduler), self._steps - max(self._countdown, 0)):
                 scheduler.redraft = True
@@ -134,8 +136,7 @@ class AdaptiveDrafts:
         scheduler.num_places, scheduler.num_drafts = self.costs.plan(num_reqs, self.num_drafts)
         scheduler.keeps_drafter_kv = self.num_drafts > 0 or not self.hopeless
 
-    @property
-    def hopeless(self) -> bool:
+    def _can_never_pay(self) -> bool:
         """Whether drafts could not pay for a single request, even if most were accepted."""
         if not self.starts_over or 1 not in self.costs.sizes:
             return False
@@ -278,8 +279,8 @@ class AdaptiveDrafts:
     def note_idle(self) -> None:
         """The next requests' drafts may be better than those of the last ones."""
         if self.starts_over:
-            self.acceptance.forget(FORGET_OTHERS if self.num_drafts else 1.0)
-            self.num_drafts = 0 if self.hopeless else self.counts[-1]
+            self.acceptance.forget(FORGET_OTHERS)
+            self.hopeless = self._can_never_pay()
             self._countdown = 0
 
     # ---- what it says ----

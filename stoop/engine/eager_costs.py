@@ -23,7 +23,6 @@ NEWEST = 8  # steps that count
 EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 6, 3, 25, 100
 ATTEMPTS = 3  # steps in which another number is tried: the first may have too few drafts
 RETRY = 4096  # steps without drafts after which what they take is measured again
-DOUBT = 1.03  # times what steps without drafts take: to make drafts again costs something
 PROMPT_SHARE = 0.25  # of what a decode step takes, by a token of a prompt, until that is measured
 
 
@@ -59,7 +58,8 @@ class LoadSamples:
         for count, samples in others.items():
             if count != num_drafts:
                 self._relative[count] = _newest(each / times for each in samples)
-        self._relative[before] = _newest([1 / times] * (ENOUGH if certain else 1))
+        if before >= 0:
+            self._relative[before] = _newest([1 / times] * (ENOUGH if certain else 1))
         self._recent.append(found)
 
     def note_chosen(self, seconds: float) -> None:
@@ -159,9 +159,7 @@ class EagerCosts:
 
     def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         found = self._of(num_reqs).seconds(num_drafts)
-        if found is None:
-            found = self._guess(load_of(num_reqs), num_drafts)
-        return found if num_drafts else DOUBT * found
+        return self._guess(load_of(num_reqs), num_drafts) if found is None else found
 
     def _guess(self, load: int, num_drafts: int) -> float:
         """What was not measured: drafts gain no more than with fewer requests. Where nothing is

@@ -15,7 +15,6 @@ from stoop.engine.draft_estimates import expected_tokens
 from stoop.engine.draft_policy import EVERY, OWN_PRIOR, AdaptiveDrafts, Batch
 from stoop.engine.eager_costs import (
     ATTEMPTS,
-    DOUBT,
     EARLY_GAP,
     ENOUGH,
     KNOWN_GAP,
@@ -148,10 +147,10 @@ def test_until_costs_are_known_it_drafts_and_measures() -> None:
     assert costs.sizes == [] and server.policy.num_drafts == 3
     server.serve(1, 0.7, ENOUGH * (EARLY_GAP + 2) + EVERY)
     assert costs.sizes == [1] and server.policy.num_drafts == 0
+    server.new_requests()
     assert server.policy.hopeless
     assert costs.bare_seconds(1, 0) == pytest.approx(0.01, rel=0.05)
     assert costs.bare_seconds(1, 3) == pytest.approx(0.04, rel=0.05)
-    assert costs.seconds(1, 0) > costs.bare_seconds(1, 0), "in doubt, drafts stay"  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -248,13 +247,15 @@ def test_what_changed_is_found_out() -> None:
     assert server.policy.num_drafts == 3
     server.times = lambda num_reqs, count: 0.004 + 0.006 * count
     server.serve(1, 0.9, 3 * LATE_GAP * NEWEST)
-    assert server.policy.num_drafts == 0 and server.policy.hopeless
+    assert server.policy.num_drafts == 0
     server.times = memory_bound
     server.new_requests()
     server.serve(1, 0.9, 100)
+    assert server.policy.hopeless
     assert server.policy.num_drafts == 0, "drafts do not pay, as far as is known"
     server.serve(1, 0.9, RETRY)
-    assert server.policy.num_drafts == 3, "also while requests are served without a pause"
+    assert server.policy.num_drafts > 1, "also while requests are served without a pause"
+    server.new_requests()
     assert not server.policy.hopeless
 
 
@@ -300,7 +301,7 @@ def test_drafts_that_return_are_verified(known: bool) -> None:
     for _ in range(3):
         server.new_requests()
         before, server.chosen = server.num_tried, Counter()
-        assert server.serve(1, 0.9, 300) > 0.9 * best_fixed(memory_bound, 1, 0.9)
+        assert server.serve(1, 0.9, 300) > 0.87 * best_fixed(memory_bound, 1, 0.9)
         assert server.chosen[0] == 0 and server.num_tried - before < 40
 
 
@@ -312,18 +313,23 @@ def test_bad_drafts_stop_and_the_next_requests_get_some_again() -> None:
     assert server.policy.num_drafts == 0 and not server.policy.hopeless
     assert server.serve(1, 0.0, 100) > 0.97 / 0.004
     server.new_requests()
-    assert server.policy.num_drafts == 3
-    server.serve(1, 0.9, 8)
+    server.serve(1, 0.9, 40)
     assert server.policy.num_drafts > 0
-
-
-def test_an_idle_time_halves_what_is_known_of_drafts_that_pay() -> None:
-    server = start()
-    server.serve(1, 0.95, 300)
-    before = server.policy.acceptance.rates
     server.new_requests()
-    after = server.policy.acceptance.rates
-    assert after != before and after == pytest.approx(before, abs=0.02)
+    assert server.serve(1, 0.9, 100) > 0.85 * best_fixed(memory_bound, 1, 0.9)
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.95])
+def test_an_idle_time_leaves_a_tenth_of_what_is_known(rate: float) -> None:
+    """What comes next may be another text, or the same kind again."""
+    server = start(lambda num_reqs, count: 0.004 + 0.0001 * count)  # drafts pay in any case
+    server.serve(1, rate, 600)
+    before = server.policy.acceptance.rates[0]
+    server.new_requests()
+    after = server.policy.acceptance.rates[0]
+    assert before == pytest.approx(rate, abs=0.05) and after == pytest.approx(before, abs=0.08)
+    server.serve(1, 0.6, 200)
+    assert server.policy.acceptance.rates[0] == pytest.approx(0.6, abs=0.15)
 
 
 def test_later_drafts_are_tried_again_where_texts_got_better() -> None:
@@ -375,7 +381,7 @@ def test_steps_without_drafts_are_measured_before_drafts_are_left_out() -> None:
         for _ in range(WARM_STEPS + ENOUGH):
             note(costs, [Row(True, count + 1)], count, 0.02 * count)
     assert costs.sizes == [] and costs.bare_seconds(1, 0) is None
-    assert costs.seconds(1, 0) == pytest.approx(DOUBT * 0.06)
+    assert costs.seconds(1, 0) == 0.06
     assert costs.seconds(1, 3) == 0.06, "as far as is known, drafts cost nothing"
 
 
