@@ -1,0 +1,51 @@
+"""The script that runs all that needs a GPU."""
+
+import sys
+from pathlib import Path
+
+import check_gpu
+import pytest
+from check_gpu import Job, list_jobs, run_all
+
+
+def python(name: str, code: str) -> Job:
+    return Job(name, (sys.executable, "-c", code))
+
+
+def test_every_outcome_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [
+        python("slow one", "import time; print('begins', flush=True); time.sleep(60)"),
+        python("wrong", "print('so and so'); raise SystemExit(3)"),
+        python("right", "print('7 passed')"),
+    ]
+    found = {each.job.name: each for each in run_all(jobs, tmp_path / "logs", 3, seconds=3)}
+    statuses = {name: each.status for name, each in found.items()}
+    assert statuses == {"slow one": "too slow", "wrong": "failed", "right": "passed"}
+    assert found["wrong"].last_line == "so and so"
+    assert (tmp_path / "logs" / "slow-one.log").read_text() == "begins\n"
+    assert "passed " in capsys.readouterr().out
+
+
+def test_all_files_and_all_tiny_models_are_there() -> None:
+    names = {job.name for job in list_jobs()}
+    files = Path(check_gpu.ROOT / "tests/gpu").glob("test_*.py")
+    assert {file.stem for file in files} < names
+    from stoop.check.graphs import TINY_CONFIGS
+
+    assert names >= {*TINY_CONFIGS, "mutants"}
+
+
+def test_a_failure_is_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [python("a good one", "pass"), python("a bad one", "raise SystemExit(1)")]
+    monkeypatch.setattr(check_gpu, "list_jobs", lambda: jobs)
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out", str(tmp_path)])
+    assert check_gpu.main() == 1
+    assert "2 jobs, not passed: a bad one" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "good"])
+    assert check_gpu.main() == 0
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "no such"])
+    with pytest.raises(SystemExit):
+        check_gpu.main()
+    assert "there are a good one, a bad one" in capsys.readouterr().err

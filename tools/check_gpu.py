@@ -1,0 +1,106 @@
+"""Run everything that a GPU must prove: the GPU tests and `stoop check`, several at a time.
+
+Most of the time goes into compiling kernels, on one core each, so that processes which share the
+GPU end much sooner than one after another. Each has a log in --out. A process that takes too long
+is stopped and named; the others go on.
+
+    python tools/check_gpu.py --jobs 8 --out logs
+    python tools/check_gpu.py --only tiny --out logs
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HEADS = {
+    "tiny": '{"method": "eagle3", "model": "tiny", "num_speculative_tokens": 3}',
+    "tiny-qwen3.5": '{"method": "mtp", "num_speculative_tokens": 3}',
+    "tiny-lfm2": '{"method": "ngram", "num_speculative_tokens": 3}',
+    "tiny-granite-h": '{"method": "ngram", "num_speculative_tokens": 3}',
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    job: Job
+    seconds: float
+    status: str  # passed, failed or too slow
+    last_line: str
+
+
+def list_jobs() -> list[Job]:
+    """The longest first, so that none is left over at the end."""
+    python = sys.executable
+    jobs = [Job("mutants", (python, "-m", "stoop", "check", "--mutants"))]
+    for model, head in HEADS.items():
+        check = (python, "-m", "stoop", "check", model)
+        jobs.append(Job(f"{model} with drafts", (*check, "-sc", head)))
+        jobs.append(Job(model, check))
+    for path in sorted((ROOT / "tests/gpu").glob("test_*.py")):
+        jobs.append(Job(path.stem, (python, "-m", "pytest", "-q", str(path))))
+    return jobs
+
+
+def run(job: Job, folder: Path, seconds: float) -> Outcome:
+    log = folder / f"{job.name.replace(' ', '-')}.log"
+    started = time.monotonic()
+    with log.open("w") as out:
+        try:
+            code = subprocess.run(
+                job.command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, timeout=seconds
+            ).returncode
+            status = "failed" if code else "passed"
+        except subprocess.TimeoutExpired:
+            status = "too slow"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return Outcome(job, time.monotonic() - started, status, lines[-1] if lines else "")
+
+
+def run_all(jobs: list[Job], folder: Path, at_once: int, seconds: float) -> list[Outcome]:
+    """Prints each outcome as it comes. seconds: for each job"""
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for done in as_completed([pool.submit(run, job, folder, seconds) for job in jobs]):
+            found = done.result()
+            outcomes.append(found)
+            print(
+                f"{found.status:8} {found.seconds:6.0f} s  {found.job.name}: "
+                f"{found.last_line[:100]}",
+                flush=True,
+            )
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="GPU tests and stoop check, several at a time")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--only", default="", help="jobs with this in their name")
+    parser.add_argument("--out", type=Path, default=Path("gpu-logs"), help="folder of the logs")
+    parser.add_argument("--seconds", type=float, default=1800, help="for each job")
+    given = parser.parse_args()
+    jobs = [job for job in list_jobs() if given.only in job.name]
+    if not jobs:
+        names = ", ".join(job.name for job in list_jobs())
+        parser.error(f"--only {given.only!r} leaves no job: there are {names}")
+    outcomes = run_all(jobs, given.out, given.jobs, given.seconds)
+    bad = [each.job.name for each in outcomes if each.status != "passed"]
+    told = f"not passed: {', '.join(bad)} (logs in {given.out})" if bad else "all passed"
+    print(f"{len(outcomes)} jobs, {told}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
