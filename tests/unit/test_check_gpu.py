@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-import check_gpu
 import pytest
+
+import check_gpu
 from check_gpu import Job, list_jobs, run_all
 
 
