@@ -121,9 +121,8 @@ class Scheduler:
     def restart(self, request_ids: Iterable[str]) -> None:
         """Forget everything but these requests, which wait again with the tokens they have.
 
-        An exception may have interrupted any method, this one too, so nothing is read but the
-        table of requests, which is replaced first and in one piece. The KV of these requests is
-        computed again, as after a preemption.
+        An exception may have interrupted any method, this one too: nothing is read but the table
+        of requests, replaced first and in one piece. Their KV is computed again.
         """
         self._requests = {name: self._requests[name] for name in request_ids}
         self.pool.reset()
@@ -320,9 +319,11 @@ class Scheduler:
     def undrafted(self) -> list[Request]:
         """Running requests that get no drafts only since the drafter lacks KV of their last tokens.
 
-        One that would have to wait behind others for a slot is left as it is.
+        One that would have to wait for a slot or for blocks is left as it is.
         """
         first, limit = self.waiting.peek() if self.waiting else None, self.config.drafter_max_len
+        if self.pool.num_free < len(self.running):  # others may take what it gives up
+            return []
         return [
             each
             for each in self.running
@@ -384,8 +385,7 @@ class Scheduler:
             past if past < limit else limit,
             len(request.block_ids) * self.block_size,
             past >= expected,
-            # A request admitted with a single token left has no places for drafts, and a prompt's
-            # last token alone is not a decode.
+            # One admitted with a single token left has no places, and no prompt's end is a decode.
             num_tokens == self.num_places + 1
             and expected - computed == 1
             and computed >= request.num_prompt_tokens,

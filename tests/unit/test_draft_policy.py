@@ -464,6 +464,15 @@ def test_requests_that_would_lose_their_slot_are_left_alone() -> None:
     assert scheduler.undrafted == scheduler.running and wants_redraft(policy, scheduler)
 
 
+def test_requests_that_would_lose_their_blocks_are_left_alone() -> None:
+    """What they give up to be computed again, other decodes may take."""
+    scheduler = make_running([[1] * 5, [2] * 5])
+    taken = scheduler.pool.allocate(scheduler.pool.num_free - 1)
+    assert scheduler.undrafted == [] and not wants_redraft(make_policy(TIMES, COUNTS), scheduler)
+    scheduler.pool.release(taken)
+    assert scheduler.undrafted == scheduler.running
+
+
 def test_requests_whose_drafts_are_better_get_more() -> None:
     """All requests so far, and those in the batch."""
     scheduler = make_running([[1] * 5, [2] * 5], num_plain=0)
