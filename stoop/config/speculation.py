@@ -127,7 +127,8 @@ def settle_speculation(
         )
     if num_drafts is None:
         raise _refuse(
-            f"lacks num_speculative_tokens: set it to the drafts per step, 1 to {MAX_DRAFTS}"
+            f"lacks num_speculative_tokens: set it to the drafts per step, 1 to {MAX_DRAFTS}, or "
+            "to auto"
         )
     low, high = _lookup_sizes(options)
     return SpecConfig(

@@ -16,11 +16,11 @@ from stoop.engine.draft_costs import DraftCosts, between, load_of
 from stoop.engine.step_costs import StepTime
 
 WARM_STEPS = 3  # the first steps of a process take longer and are not counted
-ENOUGH = 3  # steps that tell what a number of drafts takes
+ENOUGH = 2  # steps that tell what a number of drafts takes
 NEWEST = 8  # steps that count
 # Steps between those with another number: at first, with several requests, where drafts pay less
 # often, if earlier runs have measured it, and later.
-EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 6, 3, 25, 100
+EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 4, 3, 25, 100
 ATTEMPTS = 3  # steps in which another number is tried: the first may have too few drafts
 RETRY = 4096  # steps without drafts after which what they take is measured again
 PROMPT_SHARE = 0.25  # of what a decode step takes, by a token of a prompt, until that is measured

@@ -212,7 +212,7 @@ def test_costs_measured_beside_other_programs_say_so() -> None:
     for step in range(100):
         verified, made = costs.plan(1, 1)
         plan = StepPlan(step, [Row(True, verified + 1)], made)  # type: ignore[list-item]
-        costs.note(plan, StepTime(0.01, 0.0, 0.01, 0.001, busy=step == 20))
+        costs.note(plan, StepTime(0.01, 0.0, 0.01, 0.001, busy=step == 8))
     assert [each.busy for each in kept] == [True]
 
 
