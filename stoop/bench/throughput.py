@@ -9,8 +9,6 @@ starts as soon as one has ended.
 """
 
 import itertools
-import os
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,34 +177,28 @@ def measure_loads(
 
 
 def _start(start: StartWith, drafts: Sequence[Drafts], say: Say) -> Iterator[dict[Drafts, LLM]]:
-    """All engines together, or one at a time. Clear what was yielded before the next."""
+    """All engines together, or one at a time. Clear what was yielded before the next.
+
+    On a CPU one at a time: a KV cache that is not written yet does not show in the memory in use,
+    so that too many engines would be noticed too late.
+    """
     llms: dict[Drafts, LLM] = {drafts[0]: start(drafts[0])}
-    together = _fit(llms[drafts[0]], len(drafts))
+    together = llms[drafts[0]].config.device.device != "cpu"
     if together:
         try:
             for each in drafts[1:]:
                 llms[each] = start(each)
         except (MemoryShortage, torch.OutOfMemoryError):
+            say("note: the engines do not fit into memory together, so they run one after another")
             together = False
             llms.clear()
     if together:
         yield llms
         return
-    say("note: the engines do not fit into memory together, so they run one after another")
     for each in drafts:
         if each not in llms:
             llms[each] = start(each)
         yield llms
-
-
-def _fit(llm: LLM, count: int) -> bool:
-    """Whether so many engines may fit. A GPU refuses the first that does not; on a CPU a KV cache
-    that is not written yet does not show in the memory in use, so that it would be noticed late."""
-    if llm.config.device.device != "cpu":
-        return True
-    used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    all_of_it = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return count * (used + llm.metrics()["kv_cache_bytes"]) < all_of_it / 2
 
 
 def _measure(llms: Mapping[Drafts, LLM], traffic: Traffic, load: int, repeat: int) -> list[LoadRow]:

@@ -164,10 +164,7 @@ def test_an_engine_has_room_for_the_load_and_no_more() -> None:
 class FakeLLM:
     """Its engine answers at once."""
 
-    def __init__(
-        self, drafts: int | str, order: list[int | str], place: str, kv_bytes: int = 0
-    ) -> None:
-        self.metrics = lambda: {"kv_cache_bytes": kv_bytes}
+    def __init__(self, drafts: int | str, order: list[int | str], place: str) -> None:
         self.engine = SimpleNamespace(add_request=self.add, step=self.step)
         schedule, device = SimpleNamespace(adaptive=drafts == "auto"), SimpleNamespace(device=place)
         self.config = SimpleNamespace(schedule=schedule, spec=None, device=device)
@@ -183,21 +180,20 @@ class FakeLLM:
         return [SimpleNamespace(request_id=name, outputs=[answer]) for name in done]
 
 
-@pytest.mark.parametrize("place", ["cuda:0", "cpu"])
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize(("place", "fits"), [("cuda:0", True), ("cuda:0", False), ("cpu", False)])
 def test_engines_take_turns_if_they_fit(
     place: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise each is gone before the next starts."""
+    """Otherwise, and on a CPU, each is gone before the next starts."""
     order, told = list[int | str](), list[str]()
     alive = weakref.WeakSet[FakeLLM]()
 
     def start(drafts: int | str) -> Any:
         gc.collect()
-        assert not alive or fits or place != "cpu"
+        assert not alive or place != "cpu"
         if alive and not fits:
             raise MemoryShortage("the weights take 15 GiB", "buy more")
-        alive.add(llm := FakeLLM(drafts, order, place, kv_bytes=1000 if fits else 1 << 50))
+        alive.add(llm := FakeLLM(drafts, order, place))
         return llm
 
     monkeypatch.setattr(Traffic, "prompts", lambda self, llm, count: [[1]] * count)
@@ -207,7 +203,7 @@ def test_engines_take_turns_if_they_fit(
     assert [len(row.runs) for row in report.rows] == [2, 2, 2]
     assert order == ([0, 3, "auto"] * 3 if fits else [0] * 3 + [3] * 3 + ["auto"] * 3)
     noted = [line for line in told if "one after another" in line]
-    assert len(noted) == (not fits)
+    assert len(noted) == (place != "cpu" and not fits)
 
 
 def test_what_is_wrong_with_a_later_engine_is_said_at_once() -> None:

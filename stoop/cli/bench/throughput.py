@@ -111,8 +111,8 @@ def throughput(
 
     With --load, --k, --shape or --questions: a table of tokens/s by requests at once and drafts per
     step, with the ratio to plain decoding and to the best fixed number of drafts. Each K gets its
-    own engine, without prefix caching; engines take turns, or run one after another if they do not
-    fit into memory together.
+    own engine, without prefix caching; engines take turns, or run one after another on a CPU or if
+    they do not fit into memory together.
     """
     given = (shape, k, load, questions, repeat, head, draft_vocab_size, peer, python, raw or None)
     check_engine(model, engine)
@@ -352,7 +352,8 @@ def _model_engines(
     plain = {**engine, "enable_prefix_caching": False, "speculative_config": None}
     plain["max_num_seqs"] = engine["max_num_seqs"] or max(traffic.loads)
     settled = settle_engine(model, plain)
-    plain |= sized_cache(traffic, engine, settled.schedule.max_model_len)
+    if settled.device.device != "cpu":
+        plain |= sized_cache(traffic, engine, settled.schedule.max_model_len)
     engines: Engines = {}
     for each in drafts:
         given = drafter or {}
