@@ -180,7 +180,8 @@ def _start(start: StartWith, drafts: Sequence[Drafts], say: Say) -> Iterator[dic
     """All engines together, or one at a time. Clear what was yielded before the next.
 
     On a CPU one at a time: a KV cache that is not written yet does not show in the memory in use,
-    so that too many engines would be noticed too late.
+    so that too many engines would be noticed too late, and threads of engines that wait their turn
+    spin on the cores at first.
     """
     llms: dict[Drafts, LLM] = {drafts[0]: start(drafts[0])}
     together = llms[drafts[0]].config.device.device != "cpu"

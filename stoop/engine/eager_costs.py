@@ -8,7 +8,7 @@ kept for the next start (`draft_costs`).
 """
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from stoop.core.step import StepPlan
@@ -17,11 +17,12 @@ from stoop.engine.step_costs import StepTime
 
 WARM_STEPS = 3  # the first steps of a process take longer and are not counted
 ENOUGH = 2  # steps that tell what a number of drafts takes
+SURE = 5  # tries
 NEWEST = 8  # steps that count
 # Steps between those with another number: at first, with several requests, where drafts pay less
 # often, if earlier runs have measured it, and later.
 EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 4, 3, 25, 100
-ATTEMPTS = 3  # steps in which another number is tried: the first may have too few drafts
+ATTEMPTS = 3  # steps of a try: the first may have too few drafts, and the second not count
 RETRY = 4096  # steps without drafts after which what they take is measured again
 PROMPT_SHARE = 0.25  # of what a decode step takes, by a token of a prompt, until that is measured
 
@@ -35,7 +36,8 @@ class LoadSamples:
         self._recent = _newest()  # seconds of steps with this number
         self._relative: dict[int, deque[float]] = {}  # of others: times as long as those
         self._tried_at: dict[int, int] = {}
-        self._num_tries = 0
+        self._num_tries: Counter[int] = Counter()
+        self._trying = -1  # the number that the step before tried, and did not count
         self.since_try = 0  # steps with the chosen number
         self.attempts = 0  # steps planned for the try at hand
         self.num_without = 0  # steps without drafts, since drafts were made
@@ -64,14 +66,27 @@ class LoadSamples:
 
     def note_chosen(self, seconds: float) -> None:
         self._recent.append(seconds)
+        self._trying = -1
         self.since_try += 1
 
     def note_tried(self, num_drafts: int, seconds: float) -> None:
+        """The first step with another number takes longer than those that follow. So it only
+        counts until there is something better: the second one, in later tries."""
+        early = self._num_tries[num_drafts] < ENOUGH
+        if not early and num_drafts != self._trying:
+            self._trying = num_drafts
+            return
+        self._trying = -1
         self.since_try = self.attempts = 0
-        self._num_tries += 1
-        self._tried_at[num_drafts] = self._num_tries
-        if self.level is not None:
-            self._relative.setdefault(num_drafts, _newest()).append(seconds / self.level)
+        self._num_tries[num_drafts] += 1
+        self._tried_at[num_drafts] = self._num_tries.total()
+        if self.level is None:
+            return
+        times = seconds / self.level
+        if self._num_tries[num_drafts] == ENOUGH + 1:
+            self._relative[num_drafts] = _newest([times] * ENOUGH)
+        else:
+            self._relative.setdefault(num_drafts, _newest()).append(times)
 
     @property
     def level(self) -> float | None:
@@ -116,6 +131,9 @@ class LoadSamples:
 
     def last_try(self, num_drafts: int) -> int:
         return self._tried_at.get(num_drafts, 0)
+
+    def is_sure(self, num_drafts: int) -> bool:
+        return self._num_tries[num_drafts] >= SURE
 
     def costs(self, load: int, counts: Iterable[int]) -> DraftCosts:
         """What was measured in this run."""
@@ -206,7 +224,7 @@ class EagerCosts:
             return None
         others = [count for count in self.counts if count != self._chosen]
         missing = [count for count in others if not samples.has_measured(count)]
-        if not missing:
+        if all(samples.is_sure(count) for count in others):
             gap = LATE_GAP
         elif all(samples.knows(count) for count in others):
             gap = KNOWN_GAP

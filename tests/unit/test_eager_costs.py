@@ -516,3 +516,17 @@ def test_lines_go_on_beyond_the_ends() -> None:
 
 def test_loads_are_powers_of_two() -> None:
     assert [load_of(n) for n in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]
+
+
+def test_later_tries_count_the_second_step_alone() -> None:
+    """The first one takes longer than those that would follow."""
+    costs = warm_costs()
+    for _ in range(ENOUGH):
+        note(costs, [Row(True, 1)], 3, 8.0)  # 6 s without those of drafts
+    assert costs.bare_seconds(1, 0) == pytest.approx(6.0)
+    note(costs, [Row(True, 1)], 3, 8.0)
+    note(costs, [Row(True, 4)], 3, 10.0)
+    note(costs, [Row(True, 1)], 3, 8.0)
+    assert costs.bare_seconds(1, 0) == pytest.approx(6.0), "neither was a second one"
+    note(costs, [Row(True, 1)], 3, 4.0)
+    assert costs.bare_seconds(1, 0) == pytest.approx(3.0), "and it replaces those before it"
