@@ -24,6 +24,9 @@ NEWEST = 8  # steps that count
 EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 4, 3, 25, 100
 ATTEMPTS = 3  # steps of a try: the first may have too few drafts, and the second not count
 RETRY = 4096  # steps without drafts after which what they take is measured again
+# With several requests, steps without drafts count as shorter than they are: drafts also lengthen
+# steps with prompts, which are not timed.
+UNTIMED = 0.95
 PROMPT_SHARE = 0.25  # of what a decode step takes, by a token of a prompt, until that is measured
 
 
@@ -177,7 +180,9 @@ class EagerCosts:
 
     def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         found = self._of(num_reqs).seconds(num_drafts)
-        return self._guess(load_of(num_reqs), num_drafts) if found is None else found
+        if found is None:
+            found = self._guess(load_of(num_reqs), num_drafts)
+        return found if num_drafts or num_reqs == 1 else UNTIMED * found
 
     def _guess(self, load: int, num_drafts: int) -> float:
         """What was not measured: drafts gain no more than with fewer requests. Where nothing is

@@ -514,6 +514,14 @@ def test_lines_go_on_beyond_the_ends() -> None:
     assert between({1: 1.0, 2: 9.0}, 0) == 0.5, "no step takes less than nothing"
 
 
+def test_several_requests_get_drafts_only_where_they_clearly_pay() -> None:
+    """Steps with prompts are not timed, and drafts make them longer."""
+    known = [DraftCosts({0: 10.0, 3: 10.0}, load=load) for load in (1, 2)]
+    costs = EagerCosts(COUNTS, known)
+    assert costs.seconds(1, 0) == costs.seconds(1, 3) == costs.seconds(2, 3) == 0.010
+    assert costs.seconds(2, 0) == pytest.approx(0.0095)
+
+
 def test_loads_are_powers_of_two() -> None:
     assert [load_of(n) for n in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]
 
