@@ -148,7 +148,8 @@ class AdaptiveDrafts:
     def _read_batch(self, scheduler: Scheduler) -> Batch:
         running, limit = scheduler.running, scheduler.config.drafter_max_len
         drafted = [r for r in running if r.num_drafter_kv is None and r.may_draft(limit)]
-        lacking = scheduler.undrafted
+        # Where blocks are short, others may take what a request gives up to be computed again.
+        lacking = scheduler.undrafted if scheduler.pool.num_free >= len(running) else []
         return Batch(
             len(running),
             Counter(each.rules.num_drafts for each in drafted),

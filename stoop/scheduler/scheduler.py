@@ -319,11 +319,9 @@ class Scheduler:
     def undrafted(self) -> list[Request]:
         """Running requests that get no drafts only since the drafter lacks KV of their last tokens.
 
-        One that would have to wait for a slot or for blocks is left as it is.
+        One that would have to wait behind others for a slot is left as it is.
         """
         first, limit = self.waiting.peek() if self.waiting else None, self.config.drafter_max_len
-        if self.pool.num_free < len(self.running):  # others may take what it gives up
-            return []
         return [
             each
             for each in self.running

@@ -18,13 +18,13 @@ import pytest
 
 from support.server import ServerProcess, write_served_model
 
-LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True}
 SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_served_model(tmp_path_factory.mktemp("served") / "tiny")
+    return write_served_model(tmp_path_factory.mktemp("served") / "tiny", max_position=8192)
 
 
 def stats(server: ServerProcess) -> dict[str, Any]:

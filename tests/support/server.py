@@ -18,9 +18,13 @@ START_SECONDS = 120.0
 SMALL_ENGINE = ("--device", "cpu", "--dtype", "float64", "--kv-cache-memory", "16MiB")
 
 
-def write_served_model(folder: Path, chat_template: str | None = None) -> Path:
+def write_served_model(
+    folder: Path, chat_template: str | None = None, max_position: int = 512
+) -> Path:
     """A tiny Llama with a tokenizer of bytes and a chat template; its end of text is </s>."""
-    write_llama(folder, seed=0, vocab_size=258, eos_token_id=257, max_position_embeddings=512)
+    write_llama(
+        folder, seed=0, vocab_size=258, eos_token_id=257, max_position_embeddings=max_position
+    )
     write_tokenizer(folder)
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template)
