@@ -19,9 +19,10 @@ from stoop.config.errors import ConfigError
 from stoop.config.graph_names import GRAPH_MODES, VllmLimit, VllmSizes, parse_sizes
 from stoop.config.options import translate
 from stoop.config.schema import (
+    CAPTURE_SIZE,
     DTYPES,
     FP8,
-    MAX_CAPTURE_SIZE,
+    LARGE_CAPTURE_SIZE,
     CacheConfig,
     Config,
     DeviceConfig,
@@ -150,7 +151,7 @@ def resolve(
         cache=_cache(options, zero_new_blocks=needs_zeroed_blocks(backend)),
         schedule=schedule,
         attention_backend=backend.name,
-        graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
+        graph=_graph(options, device, schedule),
         spec=spec,
     )
 
@@ -222,13 +223,16 @@ def _run_ahead(options: EngineOptions, device: str, backend: BackendTraits) -> i
     return asked
 
 
-def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
+def _graph(options: EngineOptions, device: str, schedule: ScheduleConfig) -> GraphConfig:
     mode, sanitize = options.graph_mode, options.sanitize
     if mode == "auto":
         mode = default_graph_mode(device)
     if mode == "none":
         options = _without_graphs(options)
-    largest = _given("max_capture_size", options.max_capture_size, MAX_CAPTURE_SIZE)
+    max_tokens = schedule.max_num_batched_tokens
+    with_prompts = 2 * schedule.max_num_seqs * schedule.query_len
+    usual = min(max(CAPTURE_SIZE, with_prompts), LARGE_CAPTURE_SIZE)
+    largest = _given("max_capture_size", options.max_capture_size, usual)
     if options.capture_sizes is None:
         return GraphConfig(mode, None, sanitize, largest, options.capture_structured)
     sizes = parse_sizes(options.capture_sizes)

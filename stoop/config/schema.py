@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 DEFAULT_MODEL = "smollm2-135m"  # it ships with stoop
-MAX_CAPTURE_SIZE = 512  # the largest batch that graphs are captured for, unless users say more
+# The largest batch that graphs are captured for, in tokens, unless users say otherwise. A batch in
+# which all requests decode and new prompts join has up to twice the tokens of the former.
+CAPTURE_SIZE = 512
+LARGE_CAPTURE_SIZE = 1024  # where many requests, times their drafts, need it
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"  # for the KV cache only
 
@@ -168,7 +171,7 @@ class GraphConfig:
     mode: str = "none"
     capture_sizes: tuple[int, ...] | None = None  # None: the defaults
     sanitize: bool = False
-    max_capture_size: int = MAX_CAPTURE_SIZE  # of the sizes that are not given
+    max_capture_size: int = CAPTURE_SIZE  # of the sizes that are not given
     capture_structured: bool = False  # whole steps of requests with a grammar, too
 
 
@@ -339,7 +342,8 @@ class EngineOptions:
         metadata={
             "help": "largest of the default batch sizes to capture graphs for; more makes prompts "
             "of small models faster, and takes start-up time and memory; default: "
-            f"{MAX_CAPTURE_SIZE}"
+            f"twice max_num_seqs times K + 1, but at least {CAPTURE_SIZE} and at most "
+            f"{LARGE_CAPTURE_SIZE}"
         },
     )
     sanitize: bool = field(

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from stoop.config.schema import MAX_CAPTURE_SIZE
+from stoop.config.schema import CAPTURE_SIZE
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import default_sizes
@@ -20,7 +20,7 @@ class GraphLimits:
     max_tokens: int
     query_lens: tuple[int, ...]  # query tokens of a request in decode batches, in rising order
     sizes: tuple[int, ...] | None  # from the user; None for the defaults
-    max_default: int = MAX_CAPTURE_SIZE  # the largest of the defaults
+    max_default: int = CAPTURE_SIZE  # the largest of the defaults
     masked: bool = False  # whole steps with masks of the host are captured, too
 
 
