@@ -4,7 +4,9 @@
 
 Steps: convolution and delta net (for LFM2, its convolution) of decode batches, in a graph over as
 many layers as do not fit the L2 cache. The floor is one read and one write of the state at the
-bandwidth of a copy. Prompts: each kernel by itself, over one prompt. The last line is JSON.
+bandwidth of a copy. Beside it: what it takes to multiply the state by a number and do nothing else,
+by torch and in the tiles of the step kernel. Prompts: each kernel by itself, over one prompt. The
+last line is JSON.
 """
 
 import argparse
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from stoop.ops.causal_conv import ConvState
@@ -123,6 +127,33 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     milliseconds = time_graph(lambda: torch.mul(source, 2.0, out=target), 9)
     return 2 * COPY_BYTES / (milliseconds * 1e-3)
+
+
+@triton.jit
+def _scale_kernel(matrix_ptr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr):
+    part = tl.program_id(0)
+    column = part % (DV // BV) * BV + tl.arange(0, BV)
+    place = (part // (DV // BV) * DK + tl.arange(0, DK))[:, None] * DV + column[None, :]
+    state = tl.load(matrix_ptr + place, cache_modifier=".cg")
+    tl.store(matrix_ptr + place, state * 0.999)
+
+
+def time_in_place(shape: Shape, batch: int) -> dict[str, float]:
+    """Microseconds of one layer's state."""
+    size = batch * shape.value_heads * shape.dim**2
+    states = [draw(size, dtype=torch.float32) for _ in range(max(4, MANY_BYTES // (4 * size)))]
+    columns = delta_net.STEP_COLUMNS
+    programs = size // (shape.dim * columns)
+
+    def run() -> None:
+        for state in states:
+            _scale_kernel[(programs,)](
+                state, DK=shape.dim, DV=shape.dim, BV=columns, num_warps=delta_net.STEP_WARPS
+            )
+
+    by_torch = time_graph(lambda: [state.mul_(0.999) for state in states], 9)
+    times = {"torch": by_torch, f"{columns} columns": time_graph(run, 9)}
+    return {name: time * 1e3 / len(states) for name, time in times.items()}
 
 
 def time_steps(shape: Shape, batch: int, query_len: int, bandwidth: float) -> dict[str, Any]:
@@ -248,6 +279,10 @@ def main() -> None:
             for query_len in options.tokens
         ]
         show_steps(name, found["steps"])
+        if shape.value_heads:
+            found["in_place"] = time_in_place(shape, options.batch[-1])
+            told = ", ".join(f"{how} {time:.2f}" for how, time in found["in_place"].items())
+            print(f"the state of batch {options.batch[-1]} multiplied in place, us: {told}")
         found["prompt"] = time_prompt(shape, options.prompt)
         print(f"a prompt of {options.prompt} tokens, us:", end=" ")
         print(", ".join(f"{kernel} {time:.1f}" for kernel, time in found["prompt"].items()))

@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from stoop.spec import registry
 from support import grammars
 from support.grammars import make_grammar_llm, schema_params
 
+jsonschema = pytest.importorskip("jsonschema")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

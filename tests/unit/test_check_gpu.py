@@ -36,11 +36,32 @@ def test_all_files_and_all_tiny_models_are_there() -> None:
     assert names >= {*TINY_CONFIGS, "mutants"}
 
 
+def test_a_file_of_skipped_tests_is_no_failure(tmp_path: Path) -> None:
+    path = tmp_path / "test_it.py"
+    for code, status in (
+        ("import pytest\npytest.importorskip('no_such_module')", "skipped"),
+        ("def test_it(): pass", "passed"),
+        ("import no_such_module", "failed"),
+    ):
+        path.write_text(code)
+        job = Job("it", (sys.executable, "-m", "pytest", "-q", str(path)))
+        assert [each.status for each in run_all([job], tmp_path / "logs", 1, 60)] == [status]
+
+
+def test_checks_may_be_of_some_backends() -> None:
+    chosen = ("--backends", "triton")
+    with_them = {job.name for job in list_jobs("triton") if chosen == job.command[-2:]}
+    assert len(with_them) == len(check_gpu.HEADS)  # and with drafts, -sc comes last
+    with_drafts = [job for job in list_jobs("triton") if job.name.endswith("with drafts")]
+    assert all("triton" in job.command and "-sc" in job.command for job in with_drafts)
+    assert not any("--backends" in job.command for job in list_jobs())
+
+
 def test_a_failure_is_an_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs = [python("a good one", "pass"), python("a bad one", "raise SystemExit(1)")]
-    monkeypatch.setattr(check_gpu, "list_jobs", lambda: jobs)
+    monkeypatch.setattr(check_gpu, "list_jobs", lambda backends: jobs)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out", str(tmp_path)])
     assert check_gpu.main() == 1
     assert "2 jobs, not passed: a bad one" in capsys.readouterr().out
