@@ -22,7 +22,7 @@ from stoop.config.schema import (
     CAPTURE_SIZE,
     DTYPES,
     FP8,
-    LARGE_CAPTURE_SIZE,
+    GPU_CAPTURE_SIZE,
     CacheConfig,
     Config,
     DeviceConfig,
@@ -151,7 +151,7 @@ def resolve(
         cache=_cache(options, zero_new_blocks=needs_zeroed_blocks(backend)),
         schedule=schedule,
         attention_backend=backend.name,
-        graph=_graph(options, device, schedule),
+        graph=_graph(options, device, max_tokens=schedule.max_num_batched_tokens),
         spec=spec,
     )
 
@@ -223,15 +223,13 @@ def _run_ahead(options: EngineOptions, device: str, backend: BackendTraits) -> i
     return asked
 
 
-def _graph(options: EngineOptions, device: str, schedule: ScheduleConfig) -> GraphConfig:
+def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
     mode, sanitize = options.graph_mode, options.sanitize
     if mode == "auto":
         mode = default_graph_mode(device)
     if mode == "none":
         options = _without_graphs(options)
-    max_tokens = schedule.max_num_batched_tokens
-    with_prompts = 2 * schedule.max_num_seqs * schedule.query_len
-    usual = min(max(CAPTURE_SIZE, with_prompts), LARGE_CAPTURE_SIZE)
+    usual = CAPTURE_SIZE if device == "cpu" else GPU_CAPTURE_SIZE
     largest = _given("max_capture_size", options.max_capture_size, usual)
     if options.capture_sizes is None:
         return GraphConfig(mode, None, sanitize, largest, options.capture_structured)

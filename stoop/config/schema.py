@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 DEFAULT_MODEL = "smollm2-135m"  # it ships with stoop
-# The largest batch that graphs are captured for, in tokens, unless users say otherwise. A batch in
-# which all requests decode and new prompts join has up to twice the tokens of the former.
+# The largest batch that graphs are captured for, in tokens, unless users say otherwise
 CAPTURE_SIZE = 512
-LARGE_CAPTURE_SIZE = 1024  # where many requests, times their drafts, need it
+GPU_CAPTURE_SIZE = 1024  # for many requests with drafts, joined by new prompts
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"  # for the KV cache only
 
@@ -342,8 +341,7 @@ class EngineOptions:
         metadata={
             "help": "largest of the default batch sizes to capture graphs for; more makes prompts "
             "of small models faster, and takes start-up time and memory; default: "
-            f"twice max_num_seqs times K + 1, but at least {CAPTURE_SIZE} and at most "
-            f"{LARGE_CAPTURE_SIZE}"
+            f"{GPU_CAPTURE_SIZE} on a GPU, {CAPTURE_SIZE} on a CPU"
         },
     )
     sanitize: bool = field(
