@@ -25,6 +25,7 @@ STORE = "draft-costs.json"
 WEIGHTS = "model.safetensors"
 OLD = 7 * 24 * 3600  # seconds
 MAX_LOAD = 1024  # requests at once whose costs are kept
+PATIENCE = 0.5  # seconds to wait while another process writes; a step waits, too
 
 
 def load_of(num_reqs: int) -> int:
@@ -117,16 +118,24 @@ class CostStore:
 
     def add(self, costs: DraftCosts) -> None:
         """Once or several times in a run: what it adds last counts."""
+        from filelock import FileLock, Timeout
+
         before = self._before.setdefault(costs.load, self.load(costs.load))
         merged = before.refined_by(costs) if before else costs
-        content = {**self._read(), self._key_of(costs.load): dataclasses.asdict(merged)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=self.path.parent, delete=False) as fresh:
-                fresh.write(json.dumps(content, indent=1) + "\n")
-            Path(fresh.name).replace(self.path)
+            # Another process may add its own at the same time.
+            with FileLock(self.path.with_name(f".{STORE}.lock"), timeout=PATIENCE):
+                self._write({**self._read(), self._key_of(costs.load): dataclasses.asdict(merged)})
+        except Timeout:
+            log.info("%s is locked: what drafts cost is not kept this time", self.path)
         except OSError as error:
             log.warning("%s cannot be written (%s): what drafts cost is not kept", self.path, error)
+
+    def _write(self, content: Mapping[str, object]) -> None:
+        with NamedTemporaryFile("w", dir=self.path.parent, delete=False) as fresh:
+            fresh.write(json.dumps(content, indent=1) + "\n")
+        Path(fresh.name).replace(self.path)
 
     def _read(self) -> dict[str, object]:
         try:

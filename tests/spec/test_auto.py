@@ -3,10 +3,12 @@
 import json
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from stoop import LLM, SamplingParams
 from stoop.checkpoint import shipped
@@ -175,6 +177,35 @@ def test_what_was_measured_long_ago_is_measured_again(target: str) -> None:
     assert store_of(target).load() is None and LLM(target, **SETTINGS).config.spec is not None
     store_of(target).add(DraftCosts({0: 10.0, 3: 12.0}))
     assert store_of(target).load() == DraftCosts({0: 10.0, 3: 12.0})
+
+
+def test_engines_that_write_at_the_same_time_lose_nothing(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = CostStore._read
+
+    def read_slowly(store: CostStore) -> dict[str, object]:
+        found = read(store)
+        time.sleep(0.02)
+        return found
+
+    costs = [DraftCosts({0: 10.0, 3: 20.0}, load=1 << place) for place in range(4)]
+    stores = [store_of(target) for _ in costs]
+    monkeypatch.setattr(CostStore, "_read", read_slowly)
+    with ThreadPoolExecutor(len(costs)) as pool:
+        list(pool.map(CostStore.add, stores, costs))
+    assert store_of(target).undisturbed() == costs
+
+
+def test_a_store_that_stays_locked_keeps_nothing(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(target)
+    store.add(DraftCosts({0: 10.0, 3: 20.0}))
+    monkeypatch.setattr(draft_costs, "PATIENCE", 0.01)
+    with FileLock(store.path.with_name(f".{draft_costs.STORE}.lock")):
+        store.add(DraftCosts({0: 10.0, 3: 20.0}, load=2))
+    assert [each.load for each in store.undisturbed()] == [1]
 
 
 def test_costs_are_those_of_a_draft_vocabulary(target: str) -> None:
