@@ -25,11 +25,11 @@ SPEED = re.compile(r"tokens in [\d.]+ s: ([\d.]+) tokens/s")
 
 
 @contextmanager
-def busy(num_programs: int, own_session: bool) -> Iterator[None]:
+def busy(num_programs: int, own_session: bool, nice: int) -> Iterator[None]:
     """Run programs that keep cores busy until the block ends."""
     programs = []
     if num_programs:
-        loop = f"{sys.executable} -c '{BURN}' & "
+        loop = f"nice -n {nice} {sys.executable} -c '{BURN}' & "
         command = ["sh", "-c", loop * num_programs + "wait"]
         # A process group, to kill them all at once; a new session has one, too.
         group = None if own_session else 0
@@ -63,6 +63,7 @@ def run(arguments: list[str], threads: int | None = None) -> tuple[float, float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--load", type=int, default=4, help="programs that keep cores busy")
+    parser.add_argument("--nice", type=int, default=0, help="how far to lower their priority")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", choices=["auto", "none"], default="auto")
     options = parser.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
     for _ in range(options.rounds):
         for name, (load, own_session, threads) in settings.items():
-            with busy(load, own_session):
+            with busy(load, own_session, options.nice):
                 found[name].append(run(arguments, threads))
     rows = {}
     for name, runs in found.items():
@@ -90,7 +91,7 @@ def main() -> None:
     for name in ("busy", "busy, same session"):
         rows[name]["ready_over_idle"] = round(rows[name]["ready_s"] / idle, 2)
         rows[name]["speed_over_one_core"] = round(rows[name]["tokens_per_s"] / one_core, 2)
-    setting = {"load": options.load, "cores": os.cpu_count(), "drafts": options.drafts}
+    setting = {"load": options.load, "nice": options.nice, "cores": os.cpu_count(), "drafts": options.drafts}
     print(json.dumps({**setting, **rows}))
 
 

@@ -15,13 +15,17 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
 # Of a core's line in /proc/stat: user, system, irq, softirq, steal
 BUSY_FIELDS = (0, 2, 5, 6, 7)
-NICE_FIELD = 1  # of programs that give way to others
+NICE_FIELD = 1  # of programs of low priority
 SPARE = 0.25  # of a core may be in use when threads are added
+BUSY_SHARE = 0.05  # waiting for a core for a larger share: other programs need the cores
+HELD_SHARE = 0.25  # for a larger one: they do not give way
+FIRST_DOUBT, LONGEST_DOUBT = 4.0, 256.0  # seconds for which that is believed
 
 
 def num_cores() -> int:
@@ -57,29 +61,46 @@ def seconds_used(*, nice: bool = True, stat: Path = Path("/proc/stat")) -> float
         return None
 
 
-def seconds_denied() -> float | None:
-    """Return how long programs used our cores that do not give way to this one."""
-    return seconds_used(nice=os.getpriority(os.PRIO_PROCESS, 0) > 0)
+class CoreSeconds(NamedTuple):
+    """How long our cores have been busy so far."""
+
+    first: float  # with programs that have our priority or a higher one, this one among them
+    after: float  # with those of lower priority, which usually give way
+
+
+def core_seconds() -> CoreSeconds | None:
+    every = seconds_used()
+    if every is None or os.getpriority(os.PRIO_PROCESS, 0) > 0:
+        return None if every is None else CoreSeconds(every, 0.0)
+    first = seconds_used(nice=False)
+    return None if first is None else CoreSeconds(first, max(every - first, 0.0))
 
 
 class ThreadLimit:
-    """Lowers the number of threads while other programs need the cores."""
+    """Lowers the number of threads while other programs need the cores.
+
+    Programs of low priority (`nice`) give way, so they do not count. But Linux shares cores between
+    sessions and containers before it looks at priorities, and those of another session hold theirs.
+    If nothing else explains why the stepping thread waits, they count for some seconds: longer each
+    time, since to find it out again costs a slow window.
+    """
 
     def __init__(
         self,
         set_limit: Callable[[int], None],
         cores: int,
         most: int,
-        used: Callable[[], float | None] = seconds_denied,
+        used: Callable[[], CoreSeconds | None] = core_seconds,
         own: Callable[[], float] = time.process_time,
     ) -> None:
-        """set_limit: called with every new number; most: threads on an idle machine; used: seconds
-        of all programs; own: seconds of this process"""
+        """set_limit: called with every new number; most: threads on an idle machine; used: by all
+        programs; own: seconds of this process"""
         self._set_limit = set_limit
         self._cores = cores
         self._sizes = [most >> shift for shift in range(most.bit_length())]
         self._used = used
         self._own = own
+        self._doubt, self._next_doubt = 0.0, FIRST_DOUBT  # seconds
         self.threads = most
         set_limit(most)
         self.begin()
@@ -92,25 +113,45 @@ class ThreadLimit:
         """Start a new window."""
         self._used_before, self._own_before = self._used(), self._own()
 
-    def decide(self, seconds: float, waits: bool, *, loading: bool = False) -> None:
+    def decide(self, seconds: float, waited: float, *, loading: bool = False) -> None:
         """End a window.
 
-        waits: the stepping thread waited for a core in it; loading: it was the only thread, and
-        hardly waits if others leave it one core
+        waited: share of it in which the stepping thread waited for a core; loading: it was the only
+        thread, and hardly waits if others leave it one core
         """
-        used = self._used()
-        if used is None or self._used_before is None:
+        used, before = self._used(), self._used_before
+        if used is None or before is None:
             return
-        others = max((used - self._used_before) - (self._own() - self._own_before), 0.0) / seconds
-        free = self._cores - others
-        room = next((size for size in self._sizes if size <= free + 0.5), 1)
-        crowded = waits or (loading and 2 * free <= self._cores + 0.5)
+        others = max((used.first - before.first) - (self._own() - self._own_before), 0.0) / seconds
+        after = (used.after - before.after) / seconds
+        if self._holds_cores(after, waited, seconds, explained=self._room(others) < self.threads):
+            others += after
+        free, room = self._cores - others, self._room(others)
+        crowded = waited > BUSY_SHARE or (loading and 2 * free <= self._cores + 0.5)
         lower = crowded and room < self.threads
         if lower or (room > self.threads and free >= room - SPARE):
             self.threads = room
             self._set_limit(room)
             most = self._sizes[0]
             log.info("CPU kernels use %d of %d threads (others use %.1f cores)", room, most, others)
+
+    def _room(self, others: float) -> int:
+        """Threads to use beside programs that use so many cores."""
+        return next((size for size in self._sizes if size <= self._cores - others + 0.5), 1)
+
+    def _holds_cores(self, after: float, waited: float, seconds: float, explained: bool) -> bool:
+        """Whether programs of lower priority, which use so many cores, do not give way.
+
+        explained: other programs make the stepping thread wait
+        """
+        if after < SPARE:
+            self._doubt, self._next_doubt = 0.0, FIRST_DOUBT
+        elif waited <= HELD_SHARE or explained:
+            self._doubt -= seconds
+        elif self._doubt <= 0:
+            self._doubt = self._next_doubt
+            self._next_doubt = min(2 * self._next_doubt, LONGEST_DOUBT)
+        return self._doubt > 0
 
 
 def most_threads(torch_threads: int) -> int:

@@ -30,14 +30,13 @@ from typing import Any
 import torch
 
 from stoop.ops.native.library import limit_threads, spin_between_calls
-from stoop.worker.core_usage import ThreadLimit, most_threads, num_cores
+from stoop.worker.core_usage import BUSY_SHARE, ThreadLimit, most_threads, num_cores
 
 log = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 0.3  # minimum window over which waiting is measured
 MIN_STEPS = 4  # minimum steps per window, unless it lasts LONG_WINDOW_SECONDS
 LONG_WINDOW_SECONDS = 1.0
-BUSY_SHARE = 0.05  # waiting for a core for a larger share: other programs need the cores
 IDLE_SHARE = 0.01  # waiting for a smaller share: the cores are idle
 FIRST_PAUSE = 2.0  # seconds of sleeping before the next try to spin; doubles at every failure
 LONGEST_PAUSE = 60.0
@@ -151,7 +150,7 @@ class SpinControl:
         """Choose the first number of threads by what others used while a model was loaded."""
         limit, passed = self.limit, self._clock() - self._started
         if limit is not None and passed >= WINDOW_SECONDS:
-            limit.decide(passed, self._waited_share(passed) > BUSY_SHARE, loading=True)
+            limit.decide(passed, self._waited_share(passed), loading=True)
 
     def _begin(self) -> None:
         """Start a new window for the calling thread."""
@@ -171,10 +170,11 @@ class SpinControl:
         ):
             return
         same, limit = self._thread == threading.get_ident(), self.limit
+        waited = self._waited_share(passed) if same else 0.0
         if same:
-            self._decide(self._waited_share(passed), now)
+            self._decide(waited, now)
         if limit is not None:  # of all threads
-            limit.decide(passed, same and self._waits)
+            limit.decide(passed, waited)
         self._begin()
 
     def _waited_share(self, passed: float) -> float:

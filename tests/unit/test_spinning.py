@@ -11,7 +11,7 @@ import torch
 
 from stoop.ops.native import library
 from stoop.worker import core_usage, spinning
-from stoop.worker.core_usage import ThreadLimit, num_cores, seconds_used
+from stoop.worker.core_usage import CoreSeconds, ThreadLimit, num_cores, seconds_used
 from stoop.worker.spinning import IdleTeam, SpinControl, find_libgomp, seconds_waited
 
 
@@ -175,18 +175,31 @@ class Cores:
     """Seconds that cores were busy, and what of that was this process."""
 
     def __init__(self, num_cores: int, most: int | None = None) -> None:
-        self.used = self.own = 0.0
+        self.used = self.own = self.after = 0.0
         self.asked: list[int] = []
         self.limit = ThreadLimit(
-            self.asked.append, num_cores, most or num_cores, lambda: self.used, lambda: self.own
+            self.asked.append,
+            num_cores,
+            most or num_cores,
+            lambda: CoreSeconds(self.used, self.after),
+            lambda: self.own,
         )
 
-    def window(self, own: float, others: float, waits: bool, loading: bool = False) -> int:
-        """Half a second in which so many cores were used."""
+    def window(
+        self,
+        own: float,
+        others: float,
+        waits: bool | float,
+        loading: bool = False,
+        nice: float = 0.0,
+    ) -> int:
+        """Half a second in which so many cores were used. waits: or for what share"""
         self.limit.begin()
         self.own += 0.5 * own
         self.used += 0.5 * (own + others)
-        self.limit.decide(0.5, waits, loading=loading)
+        self.after += 0.5 * nice
+        waited = 0.1 * waits if isinstance(waits, bool) else waits
+        self.limit.decide(0.5, waited, loading=loading)
         return self.limit.threads
 
 
@@ -237,13 +250,42 @@ def test_a_container_has_a_share_of_the_cores(
         assert core_usage.most_threads(8) == threads
 
 
-def test_programs_that_give_way_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(core_usage, "seconds_used", lambda *, nice: asked.append(nice))
-    for priority in (0, 10):
+def test_programs_that_give_way_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = {True: 9.0, False: 4.0}
+    monkeypatch.setattr(core_usage, "seconds_used", lambda *, nice=True: used[nice])
+    for priority, expected in ((0, CoreSeconds(4.0, 5.0)), (10, CoreSeconds(9.0, 0.0))):
         monkeypatch.setattr(os, "getpriority", lambda which, who, value=priority: value)
-        core_usage.seconds_denied()
-    assert asked == [False, True]  # unless we give way, too
+        assert core_usage.core_seconds() == expected  # unless we give way, too
+
+
+def test_programs_that_give_way_cost_no_threads() -> None:
+    cores = Cores(2)
+    for waited in (0.0, 0.06, 0.2):
+        assert cores.window(own=2.0, others=0.0, waits=waited, nice=2.0) == 2
+
+
+def test_programs_of_low_priority_that_hold_their_cores_count() -> None:
+    """Those of another session: Linux shares the cores between sessions first."""
+    cores = Cores(2)
+    assert cores.window(own=1.0, others=0.0, waits=0.5, nice=1.0) == 1
+    for _ in range(7):
+        assert cores.window(own=1.0, others=0.0, waits=0.01, nice=1.0) == 1
+    assert cores.window(own=1.0, others=0.0, waits=0.01, nice=1.0) == 2, "tried again after 4 s"
+    assert cores.window(own=1.0, others=0.0, waits=0.5, nice=1.0) == 1
+    slow = [cores.window(own=1.0, others=0.0, waits=0.01, nice=1.0) for _ in range(16)]
+    assert slow == [1] * 15 + [2], "after 8 s"
+    assert cores.window(own=1.0, others=0.0, waits=0.5, nice=1.0) == 1
+    assert cores.window(own=1.0, others=0.0, waits=0.0) == 2, "gone"
+    assert cores.window(own=1.0, others=0.0, waits=0.5, nice=1.0) == 1
+    slow = [cores.window(own=1.0, others=0.0, waits=0.01, nice=1.0) for _ in range(8)]
+    assert slow == [1] * 7 + [2], "forgotten"
+
+
+def test_what_others_explain_is_no_doubt() -> None:
+    """Programs of our priority make the thread wait; those of low priority may give way."""
+    cores = Cores(16)
+    assert cores.window(own=8.0, others=8.0, waits=0.4, nice=7.0) == 8
+    assert cores.window(own=8.0, others=8.0, waits=0.1, nice=0.5) == 8
 
 
 def test_what_others_use_is_read_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +299,7 @@ def test_what_others_use_is_read_or_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     assert seconds_used() is None
     cores = Cores(2)
     cores.limit = ThreadLimit(cores.asked.append, 2, 2)
-    cores.limit.decide(0.5, waits=True)
+    cores.limit.decide(0.5, 0.5)
     assert cores.limit.threads == 2
 
 
