@@ -91,7 +91,12 @@ def main() -> None:
     for name in ("busy", "busy, same session"):
         rows[name]["ready_over_idle"] = round(rows[name]["ready_s"] / idle, 2)
         rows[name]["speed_over_one_core"] = round(rows[name]["tokens_per_s"] / one_core, 2)
-    setting = {"load": options.load, "nice": options.nice, "cores": os.cpu_count(), "drafts": options.drafts}
+    setting = {
+        "load": options.load,
+        "nice": options.nice,
+        "cores": os.cpu_count(),
+        "drafts": options.drafts,
+    }
     print(json.dumps({**setting, **rows}))
 
 

@@ -62,6 +62,8 @@ class UniprocExecutor:
         self.runner.grammars.store.warm_up()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
+        if self._spin_control is not None:
+            self._spin_control.note_start()
         return self.runner.launch(plan)
 
     def end_step(self) -> None:

@@ -34,7 +34,8 @@ from stoop.worker.core_usage import BUSY_SHARE, ThreadLimit, most_threads, num_c
 
 log = logging.getLogger(__name__)
 
-WINDOW_SECONDS = 0.3  # minimum window over which waiting is measured
+WINDOW_SECONDS = 0.3  # minimum window over which waiting is measured: time in steps
+FIRST_WINDOW = 0.1  # after loading, since many an answer takes no longer
 MIN_STEPS = 4  # minimum steps per window, unless it lasts LONG_WINDOW_SECONDS
 LONG_WINDOW_SECONDS = 1.0
 IDLE_SHARE = 0.01  # waiting for a smaller share: the cores are idle
@@ -151,26 +152,33 @@ class SpinControl:
         limit, passed = self.limit, self._clock() - self._started
         if limit is not None and passed >= WINDOW_SECONDS:
             limit.decide(passed, self._waited_share(passed), loading=True)
+        self._begin(FIRST_WINDOW)
 
-    def _begin(self) -> None:
+    def _begin(self, seconds: float = WINDOW_SECONDS) -> None:
         """Start a new window for the calling thread."""
-        self._thread = threading.get_ident()
+        self._thread, self._window = threading.get_ident(), seconds
         self._started, self._num_steps = self._clock(), 0
+        self._idle, self._ended = 0.0, self._started
         self._waited_before = self._waited() or 0.0
         if self.limit is not None:
             self.limit.begin()
 
+    def note_start(self) -> None:
+        """A step begins. Before it there may have been nothing to do."""
+        self._idle += self._clock() - self._ended
+
     def note_step(self) -> None:
         """Count a step. The stepping thread calls this after every step."""
         self._num_steps += 1
-        now = self._clock()
+        self._ended = now = self._clock()
         passed = now - self._started
-        if passed < WINDOW_SECONDS or (
-            self._num_steps < MIN_STEPS and passed < LONG_WINDOW_SECONDS
+        stepped = passed - self._idle
+        if stepped < self._window or (
+            self._num_steps < MIN_STEPS and stepped < LONG_WINDOW_SECONDS
         ):
             return
         same, limit = self._thread == threading.get_ident(), self.limit
-        waited = self._waited_share(passed) if same else 0.0
+        waited = self._waited_share(stepped) if same else 0.0
         if same:
             self._decide(waited, now)
         if limit is not None:  # of all threads
@@ -178,7 +186,7 @@ class SpinControl:
         self._begin()
 
     def _waited_share(self, passed: float) -> float:
-        """Of the window's time, which the calling thread began."""
+        """Of a window's time, which the calling thread began."""
         return ((self._waited() or 0.0) - self._waited_before) / passed
 
     def _decide(self, share: float, now: float) -> None:

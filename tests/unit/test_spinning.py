@@ -59,6 +59,26 @@ def test_threads_sleep_at_first_and_spin_on_an_idle_machine(
     assert control.spins and not control.busy
 
 
+def test_time_between_requests_is_no_time_of_steps(machine: Machine, control: SpinControl) -> None:
+    """Or a thread that waited in every step would seem to have waited rarely."""
+    for _ in range(3):
+        assert not control.busy
+        machine.now += 30
+        control.note_start()
+        machine.run(control, 0.14, share=0.5)
+    assert control.busy and not control.spins
+
+
+def test_after_loading_a_short_window_decides(machine: Machine, control: SpinControl) -> None:
+    control.note_loaded()
+    machine.run(control, 0.12, share=0.0)
+    assert control.spins
+    machine.run(control, 0.2, share=0.5)
+    assert control.spins, "the second one is longer"
+    machine.run(control, 0.2, share=0.5)
+    assert not control.spins
+
+
 def test_threads_sleep_while_others_need_the_cores(
     machine: Machine, control: SpinControl, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,14 +179,20 @@ def test_an_engine_on_a_cpu_is_watched(checkpoints: Any, monkeypatch: pytest.Mon
         def note_loaded(self) -> None:
             assert not noted
 
+        def note_start(self) -> None:
+            assert len(started) == len(noted)
+            started.append(1)
+
         def note_step(self) -> None:
             noted.append(1)
 
+    started: list[int] = []
     monkeypatch.setattr("stoop.engine.uniproc.share_cores", Watch)
     llm = LLM(str(checkpoints.get("llama2")), device="cpu", skip_tokenizer_init=True)
     llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert len(noted) == llm.metrics()["num_steps"] == 5
     noted.clear()
+    started.clear()
     LLM(str(checkpoints.get("llama2")), device="cpu", skip_tokenizer_init=True, num_threads=2)
     assert asked == [False, True]
 
