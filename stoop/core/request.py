@@ -7,6 +7,9 @@ from enum import Enum
 from stoop.config.errors import RequestError
 from stoop.core.sampling_params import SamplingParams
 
+OWN_WINDOW = 64  # steps of a request whose drafts count, roughly
+OWN_LATER = 1 / 8  # of what is known, once drafts resume: its text may be another kind by then
+
 
 class RequestStatus(Enum):
     WAITING = "waiting"  # also after a preemption
@@ -92,8 +95,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_offered_blocks: int = 0  # full blocks already given to the prefix cache
     num_drafter_kv: int | None = None  # tokens that the drafter has KV of; None: all
-    num_drafted: int = 0  # steps that verified drafts of it, in all stays
-    num_first_accepted: int = 0  # of these, how many accepted the first one
+    num_drafted: float = 0.0  # steps that verified drafts of it, lately, in all stays
+    num_first_accepted: float = 0.0  # of these, how many accepted the first one
     prefix_nodes: list[PrefixNode] = field(default_factory=list)  # of full blocks, in order
 
     def __post_init__(self) -> None:
@@ -131,6 +134,24 @@ class Request:
         if not self.rules.num_drafts:
             return False
         return len(self.token_ids) < min(self.token_limit - 1, drafter_max_len)
+
+    def wants_drafts(self, drafter_max_len: int) -> bool:
+        """Whether drafts may follow its known tokens, or might have until its last one."""
+        if not self.rules.num_drafts or self.token_limit - self.num_prompt_tokens <= 2:
+            return False
+        return len(self.token_ids) < drafter_max_len
+
+    def note_drafts(self, accepted: bool) -> None:
+        """A step verified drafts of it. accepted: the first one"""
+        self.num_drafted += 1
+        self.num_first_accepted += accepted
+        if self.num_drafted >= OWN_WINDOW:
+            self.forget_drafts(0.5)
+
+    def forget_drafts(self, factor: float) -> None:
+        """Give what is known of its drafts less weight."""
+        self.num_drafted *= factor
+        self.num_first_accepted *= factor
 
     def lose_drafter_kv(self) -> bool:
         """The next step computes its token without the drafter. Returns whether that is new."""

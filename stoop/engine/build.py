@@ -11,7 +11,7 @@ from stoop.config.resolve import log_ignored, resolve
 from stoop.config.schema import Config, EngineOptions, ModelSpec
 from stoop.config.speculation import asks_for_auto
 from stoop.core.report import Report
-from stoop.engine.choose_drafter import DrafterChoice, choose_drafter
+from stoop.engine.choose_drafter import DrafterChoice, choose_drafter, gains
 from stoop.engine.choose_weights import choose_packed
 from stoop.engine.core import EngineCore
 from stoop.engine.draft_estimates import usual_rates
@@ -122,7 +122,13 @@ def _eager_costs(config: Config, choice: DrafterChoice) -> EagerCosts:
     counts = range(most + 1) if most <= FEW_DRAFTS else schedule.draft_counts
     if store is None:
         return EagerCosts(counts)
-    return EagerCosts(counts, store.undisturbed(), store.add)
+    # What keeps drafts away would not be measured again, so that takes more than a few tries.
+    known = [
+        costs
+        for costs in store.undisturbed()
+        if costs.sure or gains(costs, most, choice.usual_tokens)
+    ]
+    return EagerCosts(counts, known, store.add)
 
 
 def _graph_costs(config: Config, executor: UniprocExecutor) -> GraphCosts | None:

@@ -142,10 +142,12 @@ def _with_own_head(asked: SpecOptions, model: ModelSpec, target: Path, dummy: bo
 def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int, str]:
     """How many drafts per step are fastest, and why, from what earlier runs measured."""
     times = costs.times(CPU_DRAFTS) if costs is not None else None
-    if times is None:
+    if costs is None or times is None:
         return CPU_DRAFTS, ""
     num_drafts, gain = choose_drafts(times, lengths)
     if num_drafts == 0:
+        if not costs.sure:
+            return CPU_DRAFTS, ""
         return 0, f"the model's head does not make it faster here ({gain:.2f}x at best)"
     return num_drafts, f": about {gain:.1f}x as fast here, by what earlier runs measured"
 
@@ -220,6 +222,12 @@ def _check_adaptive(
             f"number of drafts, or set graph_mode to step or full{other}"
         )
     return spec
+
+
+def gains(costs: DraftCosts, most: int, lengths: Sequence[float]) -> bool:
+    """Whether drafts that are accepted as usual pay. lengths: as below; empty if unknown"""
+    times = costs.times(most)
+    return times is not None and (not lengths or choose_drafts(times, lengths)[0] > 0)
 
 
 def choose_drafts(times: Sequence[float], lengths: Sequence[float]) -> tuple[int, float]:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 STORE = "draft-costs.json"
 WEIGHTS = "model.safetensors"
 OLD = 7 * 24 * 3600  # seconds
+SURE = 5  # tries
 MAX_LOAD = 1024  # requests at once whose costs are kept
 PATIENCE = 0.5  # seconds to wait while another process writes; a step waits, too
 
@@ -53,7 +54,12 @@ class DraftCosts:
     ms: Mapping[int, float]  # by number of drafts that it verifies and makes
     busy: bool = False  # whether other programs slowed it down
     load: int = 1  # requests, a power of two that is not below their number
+    tries: int = SURE  # steps at least, by number of drafts, that were compared with steps around
     at: float = field(default_factory=time.time, compare=False)  # seconds since the epoch
+
+    @property
+    def sure(self) -> bool:
+        return self.tries >= SURE
 
     def times(self, max_drafts: int) -> list[float] | None:
         """Milliseconds with 0, 1 ... `max_drafts` drafts; None if too little is known."""
@@ -68,11 +74,12 @@ class DraftCosts:
             return newer
         if newer.busy and not self.busy:
             return self
+        tries = min(self.tries + newer.tries, SURE)
         mean = {count: (self.ms[count] + newer.ms[count]) / 2 for count in both}
         for ms in (self.ms, newer.ms):  # what one has alone, relative to what both have
             scale = sum(mean[count] for count in both) / sum(ms[count] for count in both)
             mean |= {count: ms[count] * scale for count in ms.keys() - both}
-        return dataclasses.replace(newer, ms=dict(sorted(mean.items())))
+        return dataclasses.replace(newer, ms=dict(sorted(mean.items())), tries=tries)
 
 
 class CostStore:
@@ -106,7 +113,7 @@ class CostStore:
             found = _parse(self._read()[self._key_of(load)], load)
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
-        return found if time.time() - found.at <= OLD else None
+        return found if abs(time.time() - found.at) <= OLD else None
 
     def undisturbed(self) -> list[DraftCosts]:
         """Of every load, from runs that no other program disturbed."""
@@ -149,7 +156,8 @@ def _parse(record: Any, load: int) -> DraftCosts:
     ms = {int(count): float(taken) for count, taken in record["ms"].items()}
     if any(count < 0 or not 0 < taken < math.inf for count, taken in ms.items()):
         raise ValueError(record)
-    return DraftCosts(ms, bool(record["busy"]), load, float(record["at"]))
+    tries = int(record.get("tries", 0))
+    return DraftCosts(ms, bool(record["busy"]), load, tries, float(record["at"]))
 
 
 def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:

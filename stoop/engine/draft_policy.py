@@ -30,6 +30,8 @@ EVERY = 4  # steps between decisions
 MANY_REQS = 16  # a decision looks at each: with more, those against drafts last longer
 MORE = 1.03  # gain that is worth more drafts; fewer are taken wherever they are faster
 FIRST_GAP, LAST_GAP = 64, 1024  # steps without drafts before some are made to learn from
+PROBE_SHARE = 1 / 64  # of the time, at most, to compute tokens again only to learn from drafts
+PROBE_DRAFTS = 16  # to learn from then
 HOPEFUL = 0.9  # acceptance with which drafts must pay to be worth that
 REFILL = 3  # steps that computing tokens again costs besides: the pipeline runs empty
 MOST_PATIENCE = 64
@@ -115,6 +117,7 @@ class AdaptiveDrafts:
         self._lost = 0.0  # seconds, since some requests get no drafts
         self._patience, self._kept = 1, 0  # after tokens were computed again for nothing
         self._gap, self._since = FIRST_GAP, 0  # steps without drafts: until a probe, and so far
+        self._held = 0  # steps for which a probe goes on
 
     # ---- before a step ----
 
@@ -126,7 +129,6 @@ class AdaptiveDrafts:
         # A batch of another size is decided on at once.
         far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
         if num_reqs and far:
-            self.costs.forget_load()
             self.hopeless = self._can_never_pay()
         if num_reqs and (self._countdown <= 0 or far or not self._speed_known(num_reqs)):
             if self.decide(self._read_batch(scheduler), self._steps - max(self._countdown, 0)):
@@ -147,7 +149,8 @@ class AdaptiveDrafts:
 
     def _read_batch(self, scheduler: Scheduler) -> Batch:
         running, limit = scheduler.running, scheduler.config.drafter_max_len
-        drafted = [r for r in running if r.num_drafter_kv is None and r.may_draft(limit)]
+        # One at its last token gets no draft, but the next in its place will.
+        drafted = [r for r in running if r.num_drafter_kv is None and r.wants_drafts(limit)]
         # Where blocks are short, others may take what a request gives up to be computed again.
         lacking = scheduler.undrafted if scheduler.pool.num_free >= len(running) else []
         return Batch(
@@ -183,8 +186,11 @@ class AdaptiveDrafts:
 
         num_steps: since the last decision
         """
-        tried, trying = self.costs.tries, batch.num_reqs if batch.drafted else 0
-        if tried and self.costs.goes_on(trying, self.num_drafts, num_steps):
+        if self._held > 0 and self._speed_known(batch.num_reqs):
+            self._held -= num_steps
+            return False
+        num_reqs, tried = batch.num_reqs, self.costs.tries(batch.num_reqs)
+        if tried and self.costs.goes_on(num_reqs, self.num_drafts, num_steps, bool(batch.drafted)):
             return False
         speeds = self._speeds(batch, batch.drafted)
         best, current = max(speeds, key=lambda count: speeds[count]), self.num_drafts
@@ -204,10 +210,9 @@ class AdaptiveDrafts:
             if self._kept >= FIRST_GAP:
                 self._patience = 1
             self.num_drafts = self.costs.try_fewer(batch.num_reqs, self.num_drafts, num_steps)
-        else:
-            self._kept = 0
-            self._go_without(batch, num_steps)
-        return False
+            return False
+        self._kept = 0
+        return self._go_without(batch, num_steps)
 
     def _speeds(self, batch: Batch, drafted: Counter[int]) -> dict[int, float]:
         """Tokens a second by number of drafts. drafted: requests that get drafts, as in `Batch`"""
@@ -239,18 +244,30 @@ class AdaptiveDrafts:
         self._patience, self._kept = min(2 * self._patience, MOST_PATIENCE), 0
         return True
 
-    def _go_without(self, batch: Batch, num_steps: int) -> None:
-        """Make a few drafts now and then: they may be accepted more often by now."""
+    def _go_without(self, batch: Batch, num_steps: int) -> bool:
+        """Make a few drafts now and then: they may be accepted more often by now.
+
+        Returns whether to compute again what the drafter lacks, if no request gets drafts without
+        that. Such probes take a small share of the time.
+        """
         self._since += num_steps
-        if self._since < self._gap or not batch.drafted:
-            return
         few = self.counts[1]
         plain, drafted = (self.costs.seconds(batch.num_reqs, count) for count in (0, few))
-        if plain is None or drafted is None:
-            return
-        if expected_tokens([HOPEFUL] * few, few) * plain > drafted:
-            self.num_drafts = few
-            self._gap, self._since = min(2 * self._gap, LAST_GAP), 0
+        if self._since < self._gap or plain is None or drafted is None:
+            return False
+        if expected_tokens([HOPEFUL] * few, few) * plain <= drafted:
+            return False
+        if not batch.drafted:
+            lasts = EVERY + PROBE_DRAFTS // batch.num_reqs
+            cost = batch.tokens_lacking * self.costs.seconds_per_token + REFILL * plain
+            cost += lasts * (drafted - plain)
+            rarer = self._gap // FIRST_GAP  # each time
+            if not batch.lacking or self._since * plain * PROBE_SHARE < rarer * cost:
+                return False
+            self._held = lasts
+        self.num_drafts = few
+        self._gap, self._since = min(2 * self._gap, LAST_GAP), 0
+        return not batch.drafted
 
     # ---- after a step ----
 

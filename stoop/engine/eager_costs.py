@@ -2,9 +2,9 @@
 
 Steps are timed while requests are served. Those with the number of drafts that the policy chose
 show how fast the machine is at the moment: other programs may slow it down, and contexts grow. Now
-and then a step takes another number, which shows what that takes in comparison. A step can verify
-no drafts and still make some, so that nothing is lost but that step's drafts. What was found is
-kept for the next start (`draft_costs`).
+and then a step takes another number, which shows what that takes in comparison, if the steps around
+it took as long as usual. A step can verify no drafts and still make some, so that nothing is lost
+but that step's drafts. What was found is kept for the next start (`draft_costs`).
 """
 
 import statistics
@@ -12,13 +12,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from stoop.core.step import StepPlan
-from stoop.engine.draft_costs import DraftCosts, between, load_of
+from stoop.engine.draft_costs import SURE, DraftCosts, between, load_of
 from stoop.engine.step_costs import StepTime
 
 WARM_STEPS = 3  # the first steps of a process take longer and are not counted
 ENOUGH = 2  # steps that tell what a number of drafts takes
-SURE = 5  # tries
 NEWEST = 8  # steps that count
+STEADY = 1.5  # times as long, at most: the machine is as fast as it was
 # Steps between those with another number: at first, with several requests, where drafts pay less
 # often, if earlier runs have measured it, and later.
 EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 4, 3, 25, 100
@@ -28,6 +28,7 @@ RETRY = 4096  # steps without drafts after which what they take is measured agai
 # steps with prompts, which are not timed.
 UNTIMED = 0.95
 PROMPT_SHARE = 0.25  # of what a decode step takes, by a token of a prompt, until that is measured
+MOST_PROMPTS = 0.5  # share of a step that prompts may take, so that the rest tells what decodes do
 
 
 class LoadSamples:
@@ -38,13 +39,15 @@ class LoadSamples:
         self._chosen = -1
         self._recent = _newest()  # seconds of steps with this number
         self._relative: dict[int, deque[float]] = {}  # of others: times as long as those
+        self._carried: dict[int, float] = {}  # the same, as it was with the number chosen before
         self._tried_at: dict[int, int] = {}
         self._num_tries: Counter[int] = Counter()
         self._trying = -1  # the number that the step before tried, and did not count
+        self._pending: tuple[int, float, float] | None = None  # a try: number, seconds, step before
         self.since_try = 0  # steps with the chosen number
         self.attempts = 0  # steps planned for the try at hand
         self.num_without = 0  # steps without drafts, since drafts were made
-        self.num_kept = 0  # numbers of drafts whose costs were kept
+        self.kept = (1, False)  # numbers of drafts whose costs were kept, and whether all are sure
         self.busy = False
 
     def choose(self, num_drafts: int) -> None:
@@ -52,22 +55,30 @@ class LoadSamples:
         if num_drafts == self._chosen:
             return
         before, level, certain = self._chosen, self.level, self.has_measured(num_drafts)
-        found = self.seconds(num_drafts)
-        self._chosen, others = num_drafts, self._relative
+        found, others, times_before = self.seconds(num_drafts), self._relative, self._all_times()
+        self._chosen = num_drafts
         self.since_try = self.attempts = 0
+        self._pending = None
         self._recent.clear()
-        self._relative = {}
+        self._relative, self._carried = {}, {}
         if level is None or found is None:
             return
         times = found / level
+        times_before.pop(num_drafts, None)
+        self._carried = {count: each / times for count, each in times_before.items()}
+        self._recent.append(found)
+        if not certain:
+            return  # it lay between others, which are tried again
         for count, samples in others.items():
             if count != num_drafts:
                 self._relative[count] = _newest(each / times for each in samples)
         if before >= 0:
-            self._relative[before] = _newest([1 / times] * (ENOUGH if certain else 1))
-        self._recent.append(found)
+            self._relative[before] = _newest([1 / times] * ENOUGH)
 
     def note_chosen(self, seconds: float) -> None:
+        if self._pending is not None:
+            self._compare(*self._pending, seconds)
+            self._pending = None
         self._recent.append(seconds)
         self._trying = -1
         self.since_try += 1
@@ -81,15 +92,27 @@ class LoadSamples:
             return
         self._trying = -1
         self.since_try = self.attempts = 0
+        if self._recent:
+            self._pending = num_drafts, seconds, self._recent[-1]
+
+    def _compare(self, num_drafts: int, seconds: float, before: float, after: float) -> None:
+        """A try took so long, and so did the steps before and after it, with the chosen number.
+
+        It does not count if these show that the machine became slower or faster meanwhile.
+        """
+        level = self.level
+        assert level is not None, "there are steps with the chosen number"
+        around = (before, after, level)
+        if max(around) > STEADY * min(around):
+            return
         self._num_tries[num_drafts] += 1
         self._tried_at[num_drafts] = self._num_tries.total()
-        if self.level is None:
-            return
-        times = seconds / self.level
-        if self._num_tries[num_drafts] == ENOUGH + 1:
-            self._relative[num_drafts] = _newest([times] * ENOUGH)
-        else:
-            self._relative.setdefault(num_drafts, _newest()).append(times)
+        times, samples = seconds / level, self._relative.setdefault(num_drafts, _newest())
+        if self._num_tries[num_drafts] == ENOUGH + 1 and samples:
+            least = min(samples)
+            samples.clear()
+            samples.append(least)
+        samples.append(times)
 
     @property
     def level(self) -> float | None:
@@ -105,10 +128,16 @@ class LoadSamples:
             return 1.0
         samples = list(self._relative.get(num_drafts, ()))
         if len(samples) >= ENOUGH:
-            return statistics.median(samples)
+            return _typical(samples)
+        if num_drafts in self._carried:
+            return self._carried[num_drafts]
         if num_drafts in self._known and len(self._known) > 1:
             return self._known[num_drafts] / between(self._known, self._chosen)
         return None
+
+    def _all_times(self) -> dict[int, float]:
+        numbers = {*list(self._relative), *list(self._carried), *self._known, self._chosen}
+        return {k: times for k in numbers if (times := self._times(k)) is not None}
 
     def has_measured(self, num_drafts: int) -> bool:
         """In this run."""
@@ -125,9 +154,7 @@ class LoadSamples:
         if self._chosen < 0:  # none of its steps was planned so far
             usable = 0 in self._known and len(self._known) > 1
             return between(self._known, num_drafts) if usable else None
-        level = self.level
-        numbers = {*list(self._relative), *self._known, self._chosen}
-        found = {k: times for k in numbers if (times := self._times(k)) is not None}
+        level, found = self.level, self._all_times()
         if level is None or 0 not in found or len(found) < 2:
             return None
         return level * between(found, num_drafts)
@@ -140,9 +167,16 @@ class LoadSamples:
 
     def costs(self, load: int, counts: Iterable[int]) -> DraftCosts:
         """What was measured in this run."""
-        measured = (count for count in counts if self.has_measured(count))
+        measured = [count for count in counts if self.has_measured(count)]
         ms = {count: 1e3 * taken for count in measured if (taken := self.seconds(count))}
-        return DraftCosts(ms, self.busy, load)
+        tries = [self._num_tries[count] for count in measured if count != self._chosen]
+        return DraftCosts(ms, self.busy, load, min(tries, default=0))
+
+
+def _typical(samples: Sequence[float]) -> float:
+    """Of two that differ much, one was disturbed: it took too long."""
+    steady = len(samples) > 2 or max(samples) <= STEADY * min(samples)
+    return statistics.median(samples) if steady else min(samples)
 
 
 def _newest(samples: Iterable[float] = ()) -> deque[float]:
@@ -153,7 +187,6 @@ class EagerCosts:
     """The `StepCosts` of engines that run one step at a time, on a CPU and without graphs."""
 
     bounded = False
-    tries = False
 
     def __init__(
         self,
@@ -168,7 +201,7 @@ class EagerCosts:
         self._loads = {each.load: LoadSamples(each) for each in known}
         self._chosen = self.counts[-1]
         self._made = 0  # drafts that the step before made
-        self._only_decoded = False  # in the step before
+        self._counted = False  # whether the step before shows what decodes take
         self._warm = WARM_STEPS
         self._any_step = 1.0  # seconds of the newest decode step
         self._prompts: deque[tuple[float, int]] = deque(maxlen=NEWEST)  # seconds and tokens
@@ -225,7 +258,7 @@ class EagerCosts:
         samples.num_without = 0 if self._chosen else samples.num_without + 1
         if samples.num_without >= RETRY:
             self._loads[load] = LoadSamples()  # it may be due to other programs, long gone
-        if self._chosen == 0 or not self._only_decoded:
+        if self._chosen == 0 or not self._counted:
             return None
         others = [count for count in self.counts if count != self._chosen]
         missing = [count for count in others if not samples.has_measured(count)]
@@ -245,20 +278,17 @@ class EagerCosts:
 
     def note(self, plan: StepPlan, time: StepTime) -> None:
         rows = plan.rows
-        self._only_decoded = all(row.decodes for row in rows)
-        if not any(row.decodes for row in rows):
-            self._prompts.append((time.inside, sum(row.num_tokens for row in rows)))
-        if not self._only_decoded:
+        seconds = self._decode_seconds(plan, time)
+        self._counted = seconds is not None
+        if seconds is None:
             return
         if self._warm:
             self._warm -= 1
             return
         verified, made = rows[0].num_tokens - 1, plan.num_drafts
-        if verified == made:
-            seconds = time.inside
-        elif verified == 0:
-            seconds = time.inside - time.drafting
-        else:
+        if verified == 0 and made:
+            seconds -= time.drafting
+        elif verified != made:
             return  # the step before made fewer than this one
         self._any_step = seconds
         samples = self._of(len(rows))
@@ -270,20 +300,30 @@ class EagerCosts:
             samples.note_tried(verified, seconds)
         self._keep_new(samples, load_of(len(rows)))
 
+    def _decode_seconds(self, plan: StepPlan, time: StepTime) -> float | None:
+        """What the decodes of a step took; None if it cannot be told from what prompts took."""
+        num_tokens = sum(row.num_tokens for row in plan.rows if not row.decodes)
+        if not plan.rows[0].decodes:  # decodes come first
+            self._prompts.append((time.inside, num_tokens))
+            return None
+        prompts = num_tokens * self.seconds_per_token if num_tokens else 0.0
+        return time.inside - prompts if prompts <= MOST_PROMPTS * time.inside else None
+
     def _keep_new(self, samples: LoadSamples, load: int) -> None:
-        """Each time that one more number of drafts was measured."""
+        """Each time that one more number of drafts was measured, or often enough."""
         costs = samples.costs(load, self.counts)
-        if len(costs.ms) > max(samples.num_kept, 1):
-            samples.num_kept = len(costs.ms)
+        found = len(costs.ms), costs.tries >= SURE
+        if found > samples.kept:
+            samples.kept = found
             self._keep(costs)
 
-    def forget_load(self) -> None:
-        pass
-
     # Single steps tell enough: `plan` tries other numbers.
+
+    def tries(self, num_reqs: int) -> bool:
+        return False
 
     def try_fewer(self, num_reqs: int, num_drafts: int, num_steps: int) -> int:
         return num_drafts
 
-    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int) -> bool:
+    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int, any_drafts: bool) -> bool:
         return False

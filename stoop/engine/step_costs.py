@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from stoop.core.step import StepPlan
+from stoop.engine.draft_costs import load_of
 
 HOST_DRAFTING = 1.05  # times what a step without drafts takes the host
 APART = 0.25  # share of the shorter of device and host time that does not overlap with the longer
@@ -59,21 +60,18 @@ class StepCosts(Protocol):
 
     def note(self, plan: StepPlan, time: StepTime) -> None: ...
 
-    def forget_load(self) -> None:
-        """From now on there are many more requests, or far fewer."""
-        ...
-
     # A trial makes fewer drafts than chosen for a while.
 
-    @property
-    def tries(self) -> bool: ...
+    def tries(self, num_reqs: int) -> bool:
+        """Whether one has begun with about so many requests."""
+        ...
 
     def try_fewer(self, num_reqs: int, num_drafts: int, num_steps: int) -> int:
         """The drafts to make: fewer if a trial begins. num_steps: since this was asked last"""
         ...
 
-    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int) -> bool:
-        """Whether the trial does. num_reqs: 0 if none gets drafts"""
+    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int, any_drafts: bool) -> bool:
+        """Whether the trial does. any_drafts: whether any request gets some"""
         ...
 
 
@@ -118,7 +116,11 @@ class GraphCosts:
         self.host_computes = host_computes
         self.added = 0.0  # seconds of a step beyond those of its graph
         self.host = 0.0  # seconds of the host in a step
-        self.trial = TrialOfFewer()
+        self._trials: dict[int, TrialOfFewer] = {}  # by load
+
+    def trial(self, num_reqs: int) -> "TrialOfFewer":
+        """Of batches of about so many requests: what prompts beside them cost depends on that."""
+        return self._trials.setdefault(load_of(num_reqs), TrialOfFewer())
 
     def bare_seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         return self.times.at(num_reqs, num_drafts)
@@ -130,7 +132,7 @@ class GraphCosts:
             return None
         host = self.host * HOST_DRAFTING if num_drafts else self.host
         less, more = sorted((seconds + self.added, host))
-        return more + APART * less + self.trial.held.get(num_drafts, 0.0)
+        return more + APART * less + self.trial(num_reqs).held.get(num_drafts, 0.0)
 
     @property
     def sizes(self) -> list[int]:
@@ -151,7 +153,7 @@ class GraphCosts:
             return
         if first.decodes:
             most = MUCH * max(self.times.at(num_reqs, each) or 0.0 for each in self.counts)
-            self.trial.note(first.num_tokens - 1, min(time.seconds - expected, most))
+            self.trial(num_reqs).note(first.num_tokens - 1, min(time.seconds - expected, most))
         if not self.host_computes:
             busy = min(time.seconds - time.waited, MUCH * expected)
             self.host += (busy - self.host) / AVERAGED
@@ -160,28 +162,27 @@ class GraphCosts:
             added = min(added, self.added)  # the device waits for the host: it takes less than that
         self.added += (added - self.added) / AVERAGED
 
-    def forget_load(self) -> None:
-        self.trial.forget()
-
-    @property
-    def tries(self) -> bool:
-        return self.trial.left > 0
+    def tries(self, num_reqs: int) -> bool:
+        for load, trial in self._trials.items():
+            if load != load_of(num_reqs):
+                trial.interrupt()  # there are more requests now, or fewer
+        return self.trial(num_reqs).left > 0
 
     def try_fewer(self, num_reqs: int, num_drafts: int, num_steps: int) -> int:
         """None at all are not tried: that would cost the drafter its KV."""
-        place = self.counts.index(num_drafts)
-        graph = self.times.at(num_reqs, num_drafts)
-        if place > 1 and graph is not None and self.trial.begin(num_drafts, num_steps, graph):
-            return self.counts[place - 1]
-        return num_drafts
+        place, graph = self.counts.index(num_drafts), self.times.at(num_reqs, num_drafts)
+        if place <= 1 or graph is None:
+            return num_drafts
+        begins = self.trial(num_reqs).begin(num_drafts, num_steps, graph)
+        return self.counts[place - 1] if begins else num_drafts
 
-    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int) -> bool:
+    def goes_on(self, num_reqs: int, num_drafts: int, num_steps: int, any_drafts: bool) -> bool:
         """It ends where nothing could be learned from it."""
         graph = self.times.at(num_reqs, self.counts[self.counts.index(num_drafts) + 1])
-        if graph is None or not num_reqs:
-            self.trial.left = 0
+        if graph is None or not any_drafts:
+            self.trial(num_reqs).interrupt()
             return False
-        return self.trial.go_on(num_drafts, num_steps, graph)
+        return self.trial(num_reqs).go_on(num_drafts, num_steps, graph)
 
 
 class TrialOfFewer:
@@ -224,6 +225,11 @@ class TrialOfFewer:
         self._tried_at, self._before, self.left = count, self._mean, LEARNED
         return True
 
+    def interrupt(self) -> None:
+        """End a trial that has shown nothing; the next one begins as soon as it can."""
+        if self.left > 0:
+            self.left, self._since = 0, self._gap
+
     def go_on(self, count: int, num_steps: int, graph: float) -> bool:
         """Whether the trial, with `count` drafts, goes on. graph: of the larger number"""
         self.left -= num_steps
@@ -235,9 +241,3 @@ class TrialOfFewer:
             self.held[self._tried_at] = saved
             self._age = 0
         return False
-
-    def forget(self) -> None:
-        """For another load."""
-        self.held.clear()
-        self.left = self._since = self._num_noted = 0
-        self._gap = self._lasts = FIRST_TRY

@@ -21,7 +21,7 @@ from stoop.config.errors import RequestError
 from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta
 from stoop.core.outputs import SpecCounts
-from stoop.core.request import PromptLimits, Request, RequestStatus
+from stoop.core.request import OWN_LATER, PromptLimits, Request, RequestStatus
 from stoop.core.step import Admission, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.plan import PlanBuilder, SchedulerStats
@@ -335,6 +335,7 @@ class Scheduler:
         for request in requests:
             self._send_back(request)
             request.recomputed = True
+            request.forget_drafts(OWN_LATER)
             self.stats.num_computed_again += 1
 
     def _vacate(self, request: Request) -> None:
@@ -360,7 +361,7 @@ class Scheduler:
         # Decodes first, similar lengths together: attention backends tile the batch in this order.
         # Then by slot, so that a batch of the same requests keeps the order of its rows.
         rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
-        self.stats.add_step(rows, num_drafts, self.config.num_drafts)
+        self.stats.add_step(rows, self.num_drafts, self.config.num_drafts)
         return StepPlan(
             index=self.stats.num_steps,
             rows=rows,
@@ -421,8 +422,7 @@ class Scheduler:
             return self._fail(request, row)
         if row.num_drafts:
             self.stats.spec.add(row.num_drafts, len(new_ids) - 1)
-            request.num_drafted += 1
-            request.num_first_accepted += len(new_ids) > 1
+            request.note_drafts(len(new_ids) > 1)
         known = request.token_ids
         # Most steps end no request, so look at single tokens only if this one may.
         if len(known) + len(new_ids) >= request.token_limit or not (

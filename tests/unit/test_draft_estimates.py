@@ -85,7 +85,9 @@ def test_usual_rates_give_the_lengths_back() -> None:
     assert [expected_tokens(rates, count) for count in (1, 2, 3)] == pytest.approx([1.8, 2.4, 2.8])
     assert rates[3] == rates[4] == rates[2]
     assert usual_rates([], 2) == [USUAL, USUAL]
-    assert expected_tokens([0.5, 0.5], 2, scale=10) == pytest.approx(1 + 0.98 + 0.98**2)
+    assert expected_tokens([0.5, 0.5], 2, scale=0.5) == pytest.approx(1 + 0.25 + 0.25**2)
+    better = expected_tokens([0.5, 0.4], 2, scale=10)
+    assert better == pytest.approx(1 + 0.98 * (1 + 1.25 * 0.4)), "later drafts are little better"
 
 
 def test_times_are_those_of_the_next_captured_size() -> None:

@@ -1,6 +1,7 @@
 """How many drafts a step makes, by times given by hand."""
 
 import random
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -322,7 +323,7 @@ def test_a_trial_ends_when_the_load_changes() -> None:
     took = dict.fromkeys(COUNTS, 0.020)
     for _ in range(2 * FIRST_TRY // EVERY):
         serve(policy, 64, took, EVERY)
-        if policy.costs.trial.left:
+        if policy.costs.tries(64):
             break
     assert policy.num_drafts == 1
     policy.decide(make_batch(1000, 1000))
@@ -331,12 +332,18 @@ def test_a_trial_ends_when_the_load_changes() -> None:
     assert policy.num_drafts == 3
 
 
-def test_another_load_makes_it_forget_what_a_trial_found() -> None:
+@pytest.mark.parametrize("every", [100, 400, 1000])
+def test_a_load_that_swings_keeps_what_trials_found(every: int) -> None:
+    """With 64 requests, 3 drafts take longer than their graph tells; with 16 they do not."""
     policy = make_policy(TIMES, COUNTS)
-    policy.costs.trial.held[3] = 0.1
-    scheduler = make_running([[1] * 5, [2] * 5], 0)
-    policy.choose(scheduler)  # from none at all
-    assert not policy.costs.trial.held and policy.num_drafts == 3
+    took = {64: {0: 0.005, 1: 0.006, 3: 0.020}, 16: {c: TIMES.at(16, c) or 0 for c in COUNTS}}
+    speeds: dict[int, list[float]] = {num_reqs: [] for num_reqs in took}
+    for _ in range(20000 // every):
+        for num_reqs, seconds in took.items():
+            speeds[num_reqs].append(serve(policy, num_reqs, seconds, every))
+    for num_reqs, best in ((64, 1), (16, 3)):
+        late = statistics.mean(speeds[num_reqs][5000 // every :])
+        assert late > 0.93 * num_reqs * (best + 1) / took[num_reqs][best]
 
 
 def test_a_trial_of_fewer_drafts_costs_little() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoop.core.request import OWN_LATER
 from stoop.core.step import RowResult, StepPlan, StepResult
-from stoop.engine.draft_costs import DraftCosts, between, load_of
+from stoop.engine.draft_costs import SURE, DraftCosts, between, load_of
 from stoop.engine.draft_estimates import expected_tokens
 from stoop.engine.draft_policy import EVERY, OWN_PRIOR, AdaptiveDrafts, Batch
 from stoop.engine.eager_costs import (
@@ -58,7 +59,7 @@ class Server:
         self.has_kv = True
         self.made = 0  # drafts for the next step
         self.noise = 0.0
-        self.num_drafted = self.num_first = 0  # steps of these requests
+        self.request = make_request("r", [1])  # the first one
 
     def serve(self, num_reqs: int, rate: float, steps: int) -> float:
         """Returns tokens a second."""
@@ -75,20 +76,21 @@ class Server:
                 )
                 if policy.decide(batch):
                     seconds += batch.tokens_lacking * 0.001
+                    self.request.forget_drafts(OWN_LATER)
                     self.has_kv = True
             verified, made = costs.plan(num_reqs, policy.num_drafts)
             assert verified <= self.made or not self.has_kv
             self.chosen[policy.num_drafts] += 1
             self.num_tried += made != policy.num_drafts or verified < min(self.made, made)
             rows = []
-            for _ in range(num_reqs):
+            for number in range(num_reqs):
                 num_drafts = verified if self.has_kv else 0
                 accepted = 0
                 while accepted < num_drafts and self.random.random() < rate:
                     accepted += 1
                 rows.append(RowResult("r", 0, [1] * (accepted + 1), num_drafts))
-                self.num_drafted += num_drafts > 0
-                self.num_first += accepted > 0
+                if num_drafts and number == 0:
+                    self.request.note_drafts(accepted > 0)
                 tokens += accepted + 1
             drafting = 0.0004 * made
             taken = self.times(num_reqs, verified) + drafting - 0.0004 * verified
@@ -105,12 +107,13 @@ class Server:
     def scale(self) -> float:
         """As the policy reads it of requests."""
         mean = self.policy.acceptance.rates[0]
-        return (self.num_first + OWN_PRIOR * mean) / (self.num_drafted + OWN_PRIOR) / mean
+        own, steps = self.request.num_first_accepted, self.request.num_drafted
+        return (own + OWN_PRIOR * mean) / (steps + OWN_PRIOR) / mean
 
     def new_requests(self) -> None:
         """The last ones have ended."""
         self.policy.note_idle()
-        self.num_drafted = self.num_first = 0
+        self.request = make_request("r", [1])
         self.has_kv = True
 
 
@@ -199,6 +202,7 @@ def test_costs_are_kept_as_they_become_known() -> None:
     server = start(keep=kept.append)
     server.serve(1, 1.0, 150)
     assert [sorted(each.ms) for each in kept] == [[0, 3], [0, 1, 3], [0, 1, 2, 3]]
+    assert [each.tries for each in kept] == [ENOUGH] * 3
     for count in COUNTS:
         assert kept[-1].ms[count] == pytest.approx(1e3 * memory_bound(1, count), rel=0.01)
     assert not kept[-1].busy and kept[-1].load == 1
@@ -213,7 +217,8 @@ def test_costs_measured_beside_other_programs_say_so() -> None:
         verified, made = costs.plan(1, 1)
         plan = StepPlan(step, [Row(True, verified + 1)], made)  # type: ignore[list-item]
         costs.note(plan, StepTime(0.01, 0.0, 0.01, 0.001, busy=step == 8))
-    assert [each.busy for each in kept] == [True]
+    assert [each.busy for each in kept] == [True, True]
+    assert [each.tries for each in kept] == [ENOUGH, SURE], "again when it is sure"
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.95, 3), (0.6, 1)])
@@ -409,6 +414,12 @@ def note(costs: EagerCosts, rows: Sequence[Row], made: int, seconds: float) -> N
     costs.note(plan, StepTime(9.0, 0.0, seconds, 0.25 * seconds))
 
 
+def try_plain(costs: EagerCosts, seconds: float) -> None:
+    """A step without drafts, which then makes three, and one that verifies these."""
+    note(costs, [Row(True, 1)], 3, seconds)
+    note(costs, [Row(True, 4)], 3, 10.0)
+
+
 def warm_costs() -> EagerCosts:
     """3 drafts are in use, and take 10 s."""
     costs = EagerCosts(COUNTS)
@@ -424,15 +435,71 @@ def warm_costs() -> EagerCosts:
 def test_the_first_steps_do_not_count() -> None:
     costs = warm_costs()
     for _ in range(ENOUGH):
-        note(costs, [Row(True, 1)], 3, 4.0)
+        try_plain(costs, 4.0)
     assert costs.bare_seconds(1, 3) == 10.0
 
 
 def test_a_step_that_verifies_no_drafts_counts_without_the_time_of_new_ones() -> None:
     costs = warm_costs()
     for _ in range(ENOUGH):
-        note(costs, [Row(True, 1)], 3, 4.0)
+        try_plain(costs, 4.0)
     assert costs.bare_seconds(1, 0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(10.0, 4.0), (4.0, 10.0), (30.0, 10.0)])
+def test_a_try_while_the_machine_changes_does_not_count(before: float, after: float) -> None:
+    """It cannot be compared with steps of another speed."""
+    costs = warm_costs()
+    for _ in range(5):
+        note(costs, [Row(True, 4)], 3, before)
+        note(costs, [Row(True, 1)], 3, 4.0)
+        note(costs, [Row(True, 4)], 3, after)
+    assert costs.sizes == []
+
+
+def test_one_try_that_was_disturbed_is_no_mean() -> None:
+    costs = warm_costs()
+    try_plain(costs, 40.0)
+    try_plain(costs, 4.0)
+    assert costs.bare_seconds(1, 0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("factor", [3, 10])
+@pytest.mark.parametrize("num_slow", range(4, 20, 3))
+def test_a_slow_start_keeps_no_drafts_away(factor: int, num_slow: int) -> None:
+    """Other programs, or memory that is cold, for the first steps."""
+    kept, steps = [], [0]
+
+    def times(num_reqs: int, num_drafts: int) -> float:
+        steps[0] += 1
+        slower = factor if steps[0] <= num_slow else 1
+        return memory_bound(num_reqs, num_drafts) * slower
+
+    server = start(times, keep=kept.append)
+    server.serve(1, 0.8, 200)
+    server.chosen.clear()
+    server.serve(1, 0.8, 300)
+    assert server.chosen[0] == 0
+    assert kept[-1].ms[3] < 3 * kept[-1].ms[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bursts_of_other_programs_change_no_choice(seed: int) -> None:
+    source, left, slow = random.Random(seed), 0.0, False
+
+    def times(num_reqs: int, num_drafts: int) -> float:
+        nonlocal left, slow
+        if left <= 0:
+            slow = not slow
+            left = source.expovariate(1 / (8 if slow else 22))
+        left -= 1
+        return memory_bound(num_reqs, num_drafts) * (10 if slow else 1)
+
+    server = start(times)
+    server.serve(1, 0.7, 1000)
+    server.chosen.clear()
+    server.serve(1, 0.7, 200)
+    assert server.chosen.most_common(1)[0][0] in (1, 2)  # 4 % apart, and 1.4 times as fast as none
 
 
 def test_steps_with_prompts_and_steps_between_two_numbers_do_not_count() -> None:
@@ -442,8 +509,27 @@ def test_steps_with_prompts_and_steps_between_two_numbers_do_not_count() -> None
         note(costs, [Row(True, 2)], 3, 5.0)
     assert costs.sizes == []
     for _ in range(ENOUGH):
-        note(costs, [Row(True, 1)], 3, 4.0)
+        try_plain(costs, 4.0)
     assert costs.bare_seconds(1, 1) == pytest.approx(3.0 + 7.0 / 3), "on the line"
+
+
+def test_a_short_prompt_beside_decodes_leaves_them_measurable() -> None:
+    """Where requests are short, hardly any step has no prompt."""
+    costs = warm_costs()
+    note(costs, [Row(False, 30, 0)], 3, 15.0)  # 0.5 s a token
+    for _ in range(ENOUGH):
+        note(costs, [Row(True, 1), Row(False, 4, 0)], 3, 8.0)  # 2 s of it are the prompt's
+        note(costs, [Row(True, 4), Row(False, 8, 0)], 3, 14.0)
+    assert costs.bare_seconds(2, 0) is None, "another load"
+    costs = warm_costs()
+    note(costs, [Row(False, 30, 0)], 3, 15.0)
+    for _ in range(ENOUGH + 1):
+        note(costs, [Row(True, 4), Row(False, 8, 0)], 3, 14.0)
+    for _ in range(ENOUGH):
+        note(costs, [Row(True, 1), Row(False, 4, 0)], 3, 8.0)
+        note(costs, [Row(True, 4), Row(False, 8, 0)], 3, 14.0)
+    assert costs.bare_seconds(2, 3) == pytest.approx(10.0)
+    assert costs.bare_seconds(2, 0) == pytest.approx(8.0 - 2.0 - 2.0)
 
 
 def test_prompts_show_what_their_tokens_take() -> None:
@@ -530,11 +616,10 @@ def test_later_tries_count_the_second_step_alone() -> None:
     """The first one takes longer than those that would follow."""
     costs = warm_costs()
     for _ in range(ENOUGH):
-        note(costs, [Row(True, 1)], 3, 8.0)  # 6 s without those of drafts
+        try_plain(costs, 8.0)  # 6 s without those of drafts
     assert costs.bare_seconds(1, 0) == pytest.approx(6.0)
-    note(costs, [Row(True, 1)], 3, 8.0)
-    note(costs, [Row(True, 4)], 3, 10.0)
+    try_plain(costs, 8.0)
     note(costs, [Row(True, 1)], 3, 8.0)
     assert costs.bare_seconds(1, 0) == pytest.approx(6.0), "neither was a second one"
-    note(costs, [Row(True, 1)], 3, 4.0)
-    assert costs.bare_seconds(1, 0) == pytest.approx(3.0), "and it replaces those before it"
+    try_plain(costs, 6.4)
+    assert costs.bare_seconds(1, 0) == pytest.approx((6.0 + 4.8) / 2), "with the best before it"

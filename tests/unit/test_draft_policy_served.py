@@ -1,0 +1,116 @@
+"""The number of drafts for requests that come, change and go, by times given by hand."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from stoop.engine.draft_estimates import expected_tokens
+from stoop.engine.draft_policy import AdaptiveDrafts, HeldDrafts
+from stoop.engine.eager_costs import EagerCosts
+from stoop.engine.step_costs import GraphCosts, StepTimes
+from support.served_policies import PolicyServer
+
+EAGER, CAPTURED = (0, 1, 2, 3), (0, 1, 3)
+
+
+def memory_bound(num_reqs: int, num_drafts: int) -> float:
+    """4 ms for up to two tokens, and 1 ms for each of the others; a draft takes 0.4 ms."""
+    return 0.004 + 0.001 * max(0, num_reqs * (num_drafts + 1) - 2) + 0.0004 * num_drafts
+
+
+def on_gpu(num_reqs: int, num_drafts: int) -> float:
+    """4 ms, however many tokens; a draft takes 0.2 ms."""
+    return 0.004 + 0.0002 * num_drafts
+
+
+def eager() -> AdaptiveDrafts:
+    return AdaptiveDrafts(EagerCosts(EAGER), EAGER, starts_over=True)
+
+
+def captured(most: int = 16) -> AdaptiveDrafts:
+    """most: requests that a graph holds, at least 16"""
+    sizes = (1, 2, 4, 8, 16, most)
+    times = StepTimes({(size, count): on_gpu(size, count) for size in sizes for count in CAPTURED})
+    return AdaptiveDrafts(GraphCosts(times, CAPTURED), CAPTURED)
+
+
+def upto(low: int, high: int) -> Callable[[random.Random], int]:
+    return lambda source: source.randint(low, high)
+
+
+# ---- a request whose text becomes another kind ----
+
+
+@pytest.mark.parametrize("num_reqs", [1, 16])
+@pytest.mark.parametrize("num_good", [200, 2000])
+def test_a_long_answer_whose_drafts_become_bad(num_reqs: int, num_good: int) -> None:
+    """What was accepted long ago says little."""
+    server = PolicyServer(captured(), num_reqs, on_gpu, token_seconds=1e-5, draft_seconds=0.0002)
+    assert server.serve(0.9, num_good).chosen[3] > 0.9 * num_good
+    bad = server.serve(0.0, 800)
+    assert bad.speed > 0.95 * num_reqs / on_gpu(num_reqs, 0)
+    assert bad.chosen[0] > 200
+
+
+@pytest.mark.parametrize("num_good", [200, 2000])
+def test_a_long_answer_whose_drafts_become_bad_without_graphs(num_good: int) -> None:
+    server = PolicyServer(eager(), 1, memory_bound)
+    server.serve(0.9, num_good)
+    assert server.serve(0.0, 800).speed > 0.93 / memory_bound(1, 0)
+
+
+def test_a_long_answer_whose_drafts_become_good_again() -> None:
+    """While there are none, its tokens are computed again now and then to find that out."""
+    server = PolicyServer(captured(256), 1, on_gpu, token_seconds=1e-5, draft_seconds=0.0002)
+    server.serve(0.9, 200)
+    assert server.serve(0.0, 600).chosen[0] > 100
+    good = server.serve(0.9, 3000)
+    assert good.speed > 0.8 * expected_tokens([0.9] * 3, 3) / on_gpu(1, 3)
+    assert server.serve(0.9, 1000).chosen[3] > 990
+
+
+def test_probes_of_a_long_answer_cost_little() -> None:
+    server = PolicyServer(captured(256), 1, on_gpu, token_seconds=1e-5, draft_seconds=0.0002)
+    server.serve(0.0, 1000)
+    bad = server.serve(0.0, 6000)
+    assert server.scheduler.stats.num_computed_again > 0, "there were some"
+    assert bad.speed > 0.985 / on_gpu(1, 0)
+
+
+# ---- short answers ----
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "prompt_len", "answer_len", "rate"),
+    [
+        (16, 2, upto(8, 8), 0.7),
+        (16, 2, upto(4, 28), 0.4),
+        (16, 20, upto(4, 28), 0.7),
+        (4, 20, upto(4, 28), 0.7),
+        (1, 20, upto(4, 28), 0.7),
+    ],
+)
+def test_costs_become_known_though_hardly_any_step_has_no_prompt(
+    num_reqs: int, prompt_len: int, answer_len: Callable[[random.Random], int], rate: float
+) -> None:
+    def speed(policy: AdaptiveDrafts | HeldDrafts) -> float:
+        server = PolicyServer(policy, num_reqs, memory_bound, prompt_len, answer_len)
+        return server.serve(rate, 1500).speed
+
+    best = max(speed(HeldDrafts(count)) for count in EAGER)
+    assert speed(eager()) > 0.95 * best
+
+
+@pytest.mark.parametrize("policy", [eager, captured])
+def test_a_request_at_its_last_token_stops_no_drafts(policy: Callable[[], AdaptiveDrafts]) -> None:
+    """It gets none, but the next one in its place does, from its first token on."""
+    seconds = memory_bound if policy is eager else on_gpu
+    server = PolicyServer(policy(), 1, seconds, prompt_len=5, answer_len=upto(10, 40))
+    server.serve(0.9, 200)
+    assert server.serve(0.9, 1000).chosen[0] == 0
+
+
+def test_requests_that_are_too_short_for_drafts_get_none() -> None:
+    server = PolicyServer(captured(), 4, on_gpu, answer_len=upto(2, 2))
+    assert server.serve(0.9, 100).chosen[0] > 95
