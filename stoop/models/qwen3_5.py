@@ -32,6 +32,8 @@ NORM_OFFSET = 1.0
 DEFAULT_INTERVAL = 4  # layers from one with full attention to the next
 DEFAULT_ROTATED = 0.25  # of a head's dimensions
 MTP_LAYERS = "mtp_num_hidden_layers"
+# In multimodal checkpoints, and in those that transformers saves after loading one as text.
+ALIASES = {"model.language_model.": "model."}
 MTP_NAMES = {
     "fc": "mtp.fc",
     "embedding_norm": "mtp.pre_fc_norm_embedding",
@@ -108,12 +110,6 @@ class Qwen35Model(HybridModel):
     def is_derived(self, name: str) -> bool:
         elsewhere = (Qwen35Mtp.prefix, "model.visual.")
         return name.startswith(elsewhere) or super().is_derived(name)
-
-
-class Qwen35VisionModel(Qwen35Model):
-    """The text part of a multimodal checkpoint."""
-
-    prefix = "model.language_model"
 
 
 def read_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
@@ -209,13 +205,14 @@ QWEN3_5 = Family(
     read_spec=read_spec,
     build=Qwen35Model,
     gguf=QWEN3_5_LAYOUT,
+    aliases=ALIASES,
     build_mtp=Qwen35Mtp,
 )
 QWEN3_5_VISION = Family(
     architectures=("Qwen3_5ForConditionalGeneration",),
     model_types=("qwen3_5",),
     read_spec=read_vision_spec,
-    build=Qwen35VisionModel,
-    layer_prefix="model.language_model.layers.",
+    build=Qwen35Model,
+    aliases=ALIASES,
     build_mtp=Qwen35Mtp,
 )
