@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stoop.checkpoint.gguf_layout import GGUFLayout
@@ -32,6 +33,9 @@ class Family:
     # How tensor names may begin instead, each with how the model's own begin. The weights decide,
     # whatever the architecture is called.
     aliases: Mapping[str, str] = field(default_factory=dict)
+    # Adds to a config.json what it leaves to the weights, which are in the same folder; `read_spec`
+    # gets the result.
+    complete: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
     # Turns an `MtpSpec` into the draft head that the family's checkpoints hold, with unfilled
     # weights; None if they hold none. Usually the head's class.
     build_mtp: Callable[[Any], MtpHead] | None = None

@@ -7,10 +7,12 @@ it is asked to.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError
 from stoop.config.values import shown
 from stoop.layers.attention import GatedAttention
@@ -34,6 +36,7 @@ DEFAULT_ROTATED = 0.25  # of a head's dimensions
 MTP_LAYERS = "mtp_num_hidden_layers"
 # In multimodal checkpoints, and in those that transformers saves after loading one as text.
 ALIASES = {"model.language_model.": "model."}
+TIED = "tie_word_embeddings"
 MTP_NAMES = {
     "fc": "mtp.fc",
     "embedding_norm": "mtp.pre_fc_norm_embedding",
@@ -138,15 +141,33 @@ def read_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
 
 
 def read_vision_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
+    """As in transformers, the flag of ties is the one outside the text part."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(
             f"config.json has text_config={shown(text)} where an object is needed: fix the config "
             "or fetch it again"
         )
-    outer = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    outer = ("dtype", "torch_dtype", "quantization_config")
     given = {key: config[key] for key in outer if config.get(key) is not None}
-    return read_spec(given | {k: v for k, v in text.items() if v is not None}, architecture)
+    given |= {key: value for key, value in text.items() if value is not None}
+    return read_spec(given | {TIED: config.get(TIED)}, architecture)
+
+
+def complete_vision(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Where only the text part has a flag of ties, it counts if no LM head is stored."""
+    text = config.get("text_config")
+    if config.get(TIED) is not None or not isinstance(text, dict):
+        return config
+    return config | {TIED: None if _has_lm_head(folder) else text.get(TIED)}
+
+
+def _has_lm_head(folder: Path) -> bool:
+    try:
+        with WeightReader(folder) as reader:
+            return "lm_head.weight" in reader.names()
+    except CheckpointError:  # loading says what is wrong; random weights need no files
+        return False
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
@@ -214,5 +235,6 @@ QWEN3_5_VISION = Family(
     read_spec=read_vision_spec,
     build=Qwen35Model,
     aliases=ALIASES,
+    complete=complete_vision,
     build_mtp=Qwen35Mtp,
 )

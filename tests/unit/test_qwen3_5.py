@@ -117,6 +117,44 @@ def test_a_multimodal_checkpoint_that_was_saved_again_as_text(
     assert generate_ids(llm, PROMPTS, GREEDY) == answers(model)
 
 
+@pytest.mark.parametrize("inner", [True, False, None])
+@pytest.mark.parametrize("outer", [True, False, None])
+def test_the_flag_outside_the_text_part_ties(
+    multimodal: tuple[Path, bool], tmp_path: Path, outer: bool | None, inner: bool | None
+) -> None:
+    """Without it, weights without an LM head are tied if the text's flag says so."""
+    source, tied = multimodal
+    folder = tmp_path / "changed"
+    shutil.copytree(source, folder)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    text = {key: value for key, value in text.items() if key != TIED}
+    text |= {} if inner is None else {TIED: inner}
+    edit_json(folder / "config.json", text_config=text, **{TIED: outer})
+    ties = outer or (outer is None and tied and bool(inner))
+    if tied and not ties:
+        with pytest.raises(CheckpointError, match=r"the checkpoint lacks lm_head\.weight"):
+            make_llm(folder, **SETTINGS)
+    elif ties == tied:
+        # transformers would make up an LM head if the flag outside were absent.
+        sound = source if tied and outer is None else folder
+        model = Qwen3_5ForConditionalGeneration.from_pretrained(sound, dtype=torch.float64)
+        assert generate_ids(make_llm(folder, **SETTINGS), PROMPTS, GREEDY) == answers(model)
+    else:
+        assert read_model_spec(folder).tie_word_embeddings  # type: ignore[attr-defined]
+
+
+def test_without_weights_the_flag_of_the_text_part_ties(
+    multimodal: tuple[Path, bool], tmp_path: Path
+) -> None:
+    config = json.loads((multimodal[0] / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key != TIED}
+    for inner in (True, False):
+        changed = config | {"text_config": config["text_config"] | {TIED: inner}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        spec = read_model_spec(tmp_path)
+        assert spec.tie_word_embeddings == inner  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
