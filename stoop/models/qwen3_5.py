@@ -32,7 +32,7 @@ from stoop.ops.rope import Rotation
 LINEAR, FULL = "linear_attention", "full_attention"
 NORM_OFFSET = 1.0
 DEFAULT_INTERVAL = 4  # layers from one with full attention to the next
-DEFAULT_ROTATED = 0.25  # of a head's dimensions
+ROTATED, DEFAULT_ROTATED = "partial_rotary_factor", 0.25  # of a head's dimensions
 MTP_LAYERS = "mtp_num_hidden_layers"
 # In multimodal checkpoints, and in those that transformers saves after loading one as text.
 ALIASES = {"model.language_model.": "model."}
@@ -116,25 +116,25 @@ class Qwen35Model(HybridModel):
 
 
 def read_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
-    _refuse_unsupported(config)
     reader = Reader(config)
+    _refuse_unsupported(reader)
     bias = reader.flag("attention_bias")
-    head_dim = reader.whole("head_dim", default=256)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = dict(rope) if isinstance(rope, dict) else rope
-    fraction = config.get("partial_rotary_factor")
-    if isinstance(rope, dict):
-        fraction = rope.pop("partial_rotary_factor", fraction)
+    fraction = config.get(ROTATED)
+    assumed = {
+        "head_dim": reader.whole("head_dim", default=256),
+        "num_key_value_heads": reader.whole("num_key_value_heads", default=4),
+        ROTATED: DEFAULT_ROTATED if fraction is None else fraction,
+    }
     base = read_decoder_spec(
-        config | {"head_dim": head_dim, "rope_parameters": rope, "partial_rotary_factor": None},
+        config | assumed,
         architecture,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
+        partial_rotary=True,
     )
-    own = {"rotary_dim": _rotary_dim(fraction, head_dim), "num_mtp_layers": _mtp_layers(reader)}
     return Qwen35Spec(
-        **vars(base) | own,
+        **vars(base) | {"num_mtp_layers": _mtp_layers(reader)},
         layer_types=read_layer_types(config, (LINEAR, FULL)) or _by_interval(config),
         delta=_read_delta(reader, base),
     )
@@ -170,25 +170,15 @@ def _has_lm_head(folder: Path) -> bool:
         return False
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    if config.get("attn_output_gate") is False:
+def _refuse_unsupported(reader: Reader) -> None:
+    config = reader.config
+    if config.get("attn_output_gate") is not None and not reader.flag("attn_output_gate"):
         raise CheckpointError("attn_output_gate=false is not supported: use a Qwen3.5 model")
-    if config.get("output_gate_type", "swish") not in ("swish", "silu"):
+    if config.get("output_gate_type") not in (None, "swish", "silu"):
         raise CheckpointError(
             f"output_gate_type={shown(config['output_gate_type'])} is not supported: use a model "
             "with swish"
         )
-
-
-def _rotary_dim(fraction: Any, head_dim: int) -> int:
-    fraction = DEFAULT_ROTATED if fraction is None else fraction
-    rotated = int(head_dim * fraction) if isinstance(fraction, int | float) else 0
-    if not 0 < rotated <= head_dim or rotated % 2:
-        raise CheckpointError(
-            f"config.json has partial_rotary_factor={shown(fraction)} for heads of {head_dim}: an "
-            "even number of dimensions must be rotated: fix the config"
-        )
-    return rotated
 
 
 def _mtp_layers(reader: Reader) -> int:

@@ -1,6 +1,7 @@
 """Configs of hybrid models that cannot be loaded: refused with a sentence that says what to do."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ from stoop.config.errors import CheckpointError, StoopError
 from stoop.models.registry import find_family, read_model_spec
 from support.checkpoints import ARCHITECTURES, CheckpointStore, edit_json
 
-HYBRIDS = ("lfm2", "granite-hybrid", "bamba")
+HYBRIDS = ("lfm2", "granite-hybrid", "bamba", "qwen3.5")
+# Keys that families read beside those that transformers writes.
+MORE_KEYS = {
+    "lfm2": ("block_ff_dim", "tie_embedding", "full_attn_idxs"),
+    "granite-hybrid": ("layers_block_type",),
+    "bamba": ("partial_rotary_factor",),
+    "qwen3.5": (
+        *("partial_rotary_factor", "full_attention_interval", "mtp_num_hidden_layers"),
+        *("attn_output_gate", "output_gate_type"),
+    ),
+}
+ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
 # One or two of each JSON type, and numbers that no machine can serve.
 VALUES: list[Any] = [
     *(None, True, -1, 0, 3, 1.5, 2**40, 10**400, float("inf"), float("nan")),
@@ -65,6 +77,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {"attn_layer_indices": 1}, "attn_layer_indices=1 where a list of layers"),
     ("bamba", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "fix partial_rotary_factor"),
     ("bamba", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: use"),
+    ("granite-hybrid", {"layers_block_type": ["mamba"]}, "1 layer_types for 3 layers: fix"),
 ]
 
 
@@ -77,13 +90,20 @@ def test_broken_configs_are_refused(name: str, changes: dict[str, Any], message:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_values_of_a_wrong_type_are_refused_or_harmless(name: str) -> None:
+    config = config_of(name)
+    keys = config.keys() - {"architectures"} | set(MORE_KEYS[name])
+    changes = [{key: value} for key in keys for value in VALUES]
+    changes += [
+        {"rope_parameters": config["rope_parameters"] | {key: value}}
+        for key in ROPE_KEYS
+        for value in VALUES
+    ]
     messages = []
-    for key in config_of(name).keys() - {"architectures"}:
-        for value in VALUES:
-            try:
-                hash(read(name, **{key: value}))
-            except StoopError as error:
-                messages.append(str(error))
+    for change, kinds in itertools.product(changes, ({}, {"layer_types": None})):
+        try:
+            hash(read(name, **change | kinds))
+        except StoopError as error:
+            messages.append(str(error))
     assert len(messages) > 100
     assert not any("\n" in message or len(message) > 400 for message in messages)
 
@@ -93,6 +113,11 @@ def test_old_spellings_mean_the_same(checkpoints: CheckpointStore) -> None:
     assert read("granite-hybrid", layer_types=["mamba", "attention", "mamba"]) == read(
         "granite-hybrid", layer_types=["linear_attention", "full_attention", "linear_attention"]
     )
+    for other in (None, ["attention"] * 3):
+        kinds = ["mamba", "attention", "mamba"]
+        assert read("granite-hybrid", layers_block_type=kinds, layer_types=other) == read(
+            "granite-hybrid"
+        )
     assert read("granite-hybrid", position_embedding_type="nope") == read("granite-hybrid")
     for limits in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
         assert read("granite-hybrid", time_step_limit=limits) == read("granite-hybrid")
@@ -102,6 +127,13 @@ def test_old_spellings_mean_the_same(checkpoints: CheckpointStore) -> None:
     old_rope = {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": None}
     assert read("bamba", **old_rope) == read("bamba")
     assert read("bamba").rotary_dim == 8
+    for gate in (None, "silu"):
+        assert read("qwen3.5", output_gate_type=gate) == read("qwen3.5")
+    assert read("qwen3.5", attn_output_gate=True) == read("qwen3.5")
+    whole = config_of("qwen3.5")["rope_parameters"] | {"partial_rotary_factor": None}
+    for fraction, dimensions in ((None, 8), (0.5, 16)):
+        found = read("qwen3.5", rope_parameters=whole, partial_rotary_factor=fraction)
+        assert found.rotary_dim == dimensions
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -112,7 +144,8 @@ def test_an_absent_key_means_what_transformers_assumes(
     keys = ("rms_norm_eps", "norm_eps", "conv_bias", "mamba_conv_bias", "mamba_proj_bias")
     keys += ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
     keys += ("logits_scaling", "time_step_limit", "tie_word_embeddings", "attention_bias")
-    full = config_of(name)
+    keys += ("num_key_value_heads",)
+    full = config_of(name) | {"num_attention_heads": 32, "head_dim": 8}
     assumed = ARCHITECTURES[name].config_class()
     for key in keys:
         if key in full and hasattr(assumed, key):

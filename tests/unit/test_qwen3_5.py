@@ -1,6 +1,7 @@
 """Qwen3.5's checkpoints: the text part of multimodal ones, and configs that are refused."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,13 @@ def test_without_weights_the_flag_of_the_text_part_ties(
         ({"linear_num_value_heads": 3}, "3 linear value heads, which 2 key heads do not divide"),
         ({"attn_output_gate": False}, "attn_output_gate=false is not supported"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.03}}, "an even number of dimensions"),
-        ({"rope_parameters": {"partial_rotary_factor": "all"}}, "an even number of dimensions"),
+        ({"attn_output_gate": "no"}, "attn_output_gate='no' where true or false is needed"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.03}}, "rotates 0 of 32 dimensions"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "an even number from 2 to 32"),
+        ({"rope_parameters": {"partial_rotary_factor": "all"}}, "'all' where a positive number"),
+        ({"rope_parameters": {"partial_rotary_factor": math.inf}}, "inf where a positive number"),
+        ({"rope_parameters": {"partial_rotary_factor": math.nan}}, "nan where a positive number"),
+        ({"rope_parameters": {"partial_rotary_factor": True}}, "True where a positive number"),
         ({"layer_types": ["linear_attention"]}, "1 layer_types for 4 layers"),
         ({"layer_types": ["mamba"] * 4}, "'mamba' among its layer_types"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0"),
