@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from stoop.config.errors import CheckpointError, StoopError
+from stoop.config.errors import CheckpointError, ConfigError, StoopError
+from stoop.config.resolve import make_options, resolve
 from stoop.models.registry import find_family, read_model_spec
+from stoop.worker.device import check_sizes
+from stoop.worker.runner import ModelRunner
 from support.checkpoints import ARCHITECTURES, CheckpointStore, edit_json
 
 HYBRIDS = ("lfm2", "granite-hybrid", "bamba", "qwen3.5")
@@ -86,6 +89,30 @@ def test_broken_configs_are_refused(name: str, changes: dict[str, Any], message:
     with pytest.raises(CheckpointError, match=message) as refusal:
         read(name, **changes)
     assert "\n" not in str(refusal.value)
+
+
+UNSERVED: list[tuple[str, dict[str, Any], str]] = [
+    ("lfm2", {"conv_L_cache": 9}, "convolutions of width 9, .* serve widths of 2 to 8"),
+    ("lfm2", {"conv_L_cache": 1}, "convolutions of width 1, "),
+    ("bamba", {"mamba_d_conv": 12}, "convolutions of width 12, "),
+    ("qwen3.5", {"linear_conv_kernel_dim": 9}, "convolutions of width 9, "),
+    ("qwen3.5", {"linear_key_head_dim": 24}, "keys of 24 .* powers of two from 16 on"),
+    ("qwen3.5", {"linear_value_head_dim": 8}, "values of 8, .* powers of two from 16 on"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), UNSERVED)
+def test_sizes_without_a_gpu_kernel_are_refused_on_a_gpu(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    """Before anything is loaded; the references serve a CPU, and float64."""
+    options, spec = make_options("x", {"dtype": "bfloat16"}), read(name, **changes)
+    config = resolve(options, spec, "folder", "cuda:0")
+    with pytest.raises(ConfigError, match=f"^the model has .*{message}.*: use device=cpu$"):
+        ModelRunner(config)
+    check_sizes(resolve(options, spec, "folder", "cpu"))
+    check_sizes(resolve(make_options("x", {"dtype": "float64"}), spec, "folder", "cuda:0"))
+    check_sizes(resolve(options, read(name), "folder", "cuda:0"))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
