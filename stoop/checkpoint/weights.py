@@ -7,8 +7,8 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -37,15 +37,22 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     kind: str | None = None  # GGUF's name of its quantisation
+    stored_name: str | None = None  # in the file, if it is read under another name
 
 
 class WeightReader:
     """All tensors of a model folder by name; use as a context manager, or close it.
 
     With `allow_pickle`, a folder without safetensors may have a pytorch_model.bin instead.
+    aliases: how names of tensors may begin instead, each with how they are read
     """
 
-    def __init__(self, folder: str | os.PathLike[str], allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        allow_pickle: bool = False,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = Path(folder)
         self._pickled: dict[str, torch.Tensor] = {}
         pickled = self._folder / PICKLED_FILE
@@ -57,6 +64,8 @@ class WeightReader:
             }
         else:
             self._entries = _list_tensors(self._folder)
+        if aliases:
+            self._entries = _renamed(self._entries, aliases, self._folder)
 
     def __enter__(self) -> WeightReader:
         return self
@@ -103,6 +112,7 @@ class WeightReader:
         from safetensors import SafetensorError
 
         entry = self._entry(name)
+        name = entry.stored_name or name
         if name in self._pickled:
             return self._pickled[name]
         # A handle opened per tensor makes a mapping per tensor, which is freed with the tensor.
@@ -137,6 +147,22 @@ def dequantize(rows: QuantizedRows) -> torch.Tensor:
 
     kind = gguf.GGMLQuantizationType[rows.kind]
     return torch.from_numpy(gguf.quants.dequantize(rows.data.numpy(), kind))
+
+
+def _renamed(
+    entries: Mapping[str, TensorEntry], aliases: Mapping[str, str], folder: Path
+) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        prefix = next((prefix for prefix in aliases if name.startswith(prefix)), None)
+        own = name if prefix is None else aliases[prefix] + name.removeprefix(prefix)
+        if own in found:
+            raise CheckpointError(
+                f"{folder} has one tensor under two names, {found[own].stored_name!r} and "
+                f"{name!r}: fetch the model again"
+            )
+        found[own] = replace(entry, stored_name=name)
+    return found
 
 
 def _list_tensors(folder: Path) -> dict[str, TensorEntry]:

@@ -17,6 +17,7 @@ from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightView, empty_parameter, prefixed, vector_view
 from stoop.ops.causal_conv import ConvState, causal_conv, gated_conv
 from stoop.ops.delta_net import DeltaGates, DeltaState, DeltaWeights, delta_net
+from stoop.ops.kernels.choice import CONV_WIDTHS, LEAST_DELTA_DIM, serves_delta_dim
 from stoop.ops.mamba import MambaState, MambaWeights, gated_norm, mamba
 from stoop.ops.recurrent import RecurrentRows
 
@@ -60,6 +61,13 @@ class _Mixer(StatefulLayer):
 
     def empty_output(self, projected: Tensor) -> Tensor:
         return projected.new_empty(projected.shape[0], self.out_proj.num_inputs)
+
+    @property
+    def unserved(self) -> str | None:
+        if self.width in CONV_WIDTHS:
+            return None
+        widths = f"{CONV_WIDTHS[0]} to {CONV_WIDTHS[-1]}"
+        return f"convolutions of width {self.width}, and the GPU kernels serve widths of {widths}"
 
     @property
     def _conv_tensors(self) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
@@ -140,6 +148,16 @@ class DeltaNet(_Mixer):
         logs["update_log"] = TensorSpec((shape.num_value_heads, shape.value_dim), wide)
         logs["decay_log"] = TensorSpec((shape.num_value_heads,), wide)
         return RecurrentState(tensors, logs)
+
+    @property
+    def unserved(self) -> str | None:
+        sizes = self.shape.key_dim, self.shape.value_dim
+        if all(map(serves_delta_dim, sizes)):
+            return super().unserved
+        return (
+            f"delta nets whose heads have keys of {sizes[0]} and values of {sizes[1]}, and the GPU "
+            f"kernels serve powers of two from {LEAST_DELTA_DIM} on"
+        )
 
     def core(self, state: Tensors, rows: RecurrentRows, projected: Tensor) -> Tensor:
         heads = self.shape.num_value_heads

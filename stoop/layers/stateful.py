@@ -29,6 +29,11 @@ class StatefulLayer(nn.Module, ABC):
     def state(self) -> State:
         """The spec of what it keeps."""
 
+    @property
+    def unserved(self) -> str | None:
+        """Its sizes that no GPU kernel serves, and those that are served, in words; or None."""
+        return None
+
     @abstractmethod
     def core(self, state: Any, metadata: Any, *inputs: Input) -> Tensor:
         """Read and update the state.

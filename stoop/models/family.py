@@ -1,7 +1,8 @@
 """A family of models: everything that stoop needs to know to load one."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stoop.checkpoint.gguf_layout import GGUFLayout
@@ -29,6 +30,12 @@ class Family:
     model_types: tuple[str, ...] = ()
     gguf: GGUFLayout | None = None  # None if its GGUF files cannot be loaded
     layer_prefix: str = "model.layers."  # of a layer's tensor names, before the layer's index
+    # How tensor names may begin instead, each with how the model's own begin. The weights decide,
+    # whatever the architecture is called.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # Adds to a config.json what it leaves to the weights, which are in the same folder; `read_spec`
+    # gets the result.
+    complete: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
     # Turns an `MtpSpec` into the draft head that the family's checkpoints hold, with unfilled
     # weights; None if they hold none. Usually the head's class.
     build_mtp: Callable[[Any], MtpHead] | None = None

@@ -36,6 +36,7 @@ from stoop.ops.rope import Rotation
 
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 OLD_KINDS = {"attention": ATTENTION, "mamba": MAMBA}  # as transformers 4 names them
+OLD_KEY = "layers_block_type"  # means `layer_types`, and counts if a config has both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,8 @@ def read_spec(config: dict[str, Any], architecture: str) -> GraniteHybridSpec:
     )
     if not _rotates(config):
         base |= {"rotary_dim": 0, "rope": RopeSpec(1.0)}
-    kinds = read_layer_types(config, (ATTENTION, MAMBA), OLD_KINDS)
+    listed = config if config.get(OLD_KEY) is None else config | {"layer_types": config[OLD_KEY]}
+    kinds = read_layer_types(listed, (ATTENTION, MAMBA), OLD_KINDS)
     scaling = config.get("logits_scaling")
     return GraniteHybridSpec(
         **base,

@@ -84,6 +84,7 @@ def read_spec(config: dict[str, Any], architecture: str) -> Lfm2Spec:
         | config
         | {
             "intermediate_size": _intermediate_size(config),
+            "num_key_value_heads": reader.whole("num_key_value_heads", default=8),
             "rms_norm_eps": reader.number("norm_eps", default=1e-5),
             "tie_word_embeddings": tied,
         },

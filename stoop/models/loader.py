@@ -35,7 +35,7 @@ def load_model(config: Config, report: Report | None = None) -> Model:
         model = build_model(config)
         fill_dummy(model, model.device, config.load.seed)
     else:
-        with WeightReader(Path(config.load.folder)) as reader:
+        with _open_weights(config) as reader:
             prefix = find_family(config.model.architecture).layer_prefix
             check_num_layers(reader.names(), prefix, config.model.num_layers, "the weights")
             model = _load(config, reader, report)
@@ -50,6 +50,11 @@ def load_model(config: Config, report: Report | None = None) -> Model:
             "lower max_model_len"
         ) from error
     return model
+
+
+def _open_weights(config: Config) -> WeightReader:
+    family = find_family(config.model.architecture)
+    return WeightReader(Path(config.load.folder), aliases=family.aliases)
 
 
 def _load(config: Config, reader: WeightReader, report: Report | None) -> Model:
@@ -85,7 +90,7 @@ def _describe_packed(config: Config, reader: WeightReader) -> Model:
 
 def packed_bytes(config: Config) -> int:
     """Bytes of a model's weights where quantised ones stay quantised."""
-    with WeightReader(Path(config.load.folder)) as reader:
+    with _open_weights(config) as reader:
         return parameter_bytes(_describe_packed(config, reader))
 
 

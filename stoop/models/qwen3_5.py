@@ -7,10 +7,12 @@ it is asked to.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from stoop.checkpoint.weights import WeightReader
 from stoop.config.errors import CheckpointError
 from stoop.config.values import shown
 from stoop.layers.attention import GatedAttention
@@ -30,8 +32,11 @@ from stoop.ops.rope import Rotation
 LINEAR, FULL = "linear_attention", "full_attention"
 NORM_OFFSET = 1.0
 DEFAULT_INTERVAL = 4  # layers from one with full attention to the next
-DEFAULT_ROTATED = 0.25  # of a head's dimensions
+ROTATED, DEFAULT_ROTATED = "partial_rotary_factor", 0.25  # of a head's dimensions
 MTP_LAYERS = "mtp_num_hidden_layers"
+# In multimodal checkpoints, and in those that transformers saves after loading one as text.
+ALIASES = {"model.language_model.": "model."}
+TIED = "tie_word_embeddings"
 MTP_NAMES = {
     "fc": "mtp.fc",
     "embedding_norm": "mtp.pre_fc_norm_embedding",
@@ -110,68 +115,70 @@ class Qwen35Model(HybridModel):
         return name.startswith(elsewhere) or super().is_derived(name)
 
 
-class Qwen35VisionModel(Qwen35Model):
-    """The text part of a multimodal checkpoint."""
-
-    prefix = "model.language_model"
-
-
 def read_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
-    _refuse_unsupported(config)
     reader = Reader(config)
+    _refuse_unsupported(reader)
     bias = reader.flag("attention_bias")
-    head_dim = reader.whole("head_dim", default=256)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = dict(rope) if isinstance(rope, dict) else rope
-    fraction = config.get("partial_rotary_factor")
-    if isinstance(rope, dict):
-        fraction = rope.pop("partial_rotary_factor", fraction)
+    fraction = config.get(ROTATED)
+    assumed = {
+        "head_dim": reader.whole("head_dim", default=256),
+        "num_key_value_heads": reader.whole("num_key_value_heads", default=4),
+        ROTATED: DEFAULT_ROTATED if fraction is None else fraction,
+    }
     base = read_decoder_spec(
-        config | {"head_dim": head_dim, "rope_parameters": rope, "partial_rotary_factor": None},
+        config | assumed,
         architecture,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
+        partial_rotary=True,
     )
-    own = {"rotary_dim": _rotary_dim(fraction, head_dim), "num_mtp_layers": _mtp_layers(reader)}
     return Qwen35Spec(
-        **vars(base) | own,
+        **vars(base) | {"num_mtp_layers": _mtp_layers(reader)},
         layer_types=read_layer_types(config, (LINEAR, FULL)) or _by_interval(config),
         delta=_read_delta(reader, base),
     )
 
 
 def read_vision_spec(config: dict[str, Any], architecture: str) -> Qwen35Spec:
+    """As in transformers, the flag of ties is the one outside the text part."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(
             f"config.json has text_config={shown(text)} where an object is needed: fix the config "
             "or fetch it again"
         )
-    outer = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    outer = ("dtype", "torch_dtype", "quantization_config")
     given = {key: config[key] for key in outer if config.get(key) is not None}
-    return read_spec(given | {k: v for k, v in text.items() if v is not None}, architecture)
+    given |= {key: value for key, value in text.items() if value is not None}
+    return read_spec(given | {TIED: config.get(TIED)}, architecture)
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    if config.get("attn_output_gate") is False:
+def complete_vision(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Where only the text part has a flag of ties, it counts if no LM head is stored."""
+    text = config.get("text_config")
+    if config.get(TIED) is not None or not isinstance(text, dict):
+        return config
+    return config | {TIED: None if _has_lm_head(folder) else text.get(TIED)}
+
+
+def _has_lm_head(folder: Path) -> bool:
+    try:
+        with WeightReader(folder) as reader:
+            return "lm_head.weight" in reader.names()
+    except CheckpointError:  # loading says what is wrong; random weights need no files
+        return False
+
+
+def _refuse_unsupported(reader: Reader) -> None:
+    config = reader.config
+    if config.get("attn_output_gate") is not None and not reader.flag("attn_output_gate"):
         raise CheckpointError("attn_output_gate=false is not supported: use a Qwen3.5 model")
-    if config.get("output_gate_type", "swish") not in ("swish", "silu"):
+    if config.get("output_gate_type") not in (None, "swish", "silu"):
         raise CheckpointError(
             f"output_gate_type={shown(config['output_gate_type'])} is not supported: use a model "
             "with swish"
         )
-
-
-def _rotary_dim(fraction: Any, head_dim: int) -> int:
-    fraction = DEFAULT_ROTATED if fraction is None else fraction
-    rotated = int(head_dim * fraction) if isinstance(fraction, int | float) else 0
-    if not 0 < rotated <= head_dim or rotated % 2:
-        raise CheckpointError(
-            f"config.json has partial_rotary_factor={shown(fraction)} for heads of {head_dim}: an "
-            "even number of dimensions must be rotated: fix the config"
-        )
-    return rotated
 
 
 def _mtp_layers(reader: Reader) -> int:
@@ -209,13 +216,15 @@ QWEN3_5 = Family(
     read_spec=read_spec,
     build=Qwen35Model,
     gguf=QWEN3_5_LAYOUT,
+    aliases=ALIASES,
     build_mtp=Qwen35Mtp,
 )
 QWEN3_5_VISION = Family(
     architectures=("Qwen3_5ForConditionalGeneration",),
     model_types=("qwen3_5",),
     read_spec=read_vision_spec,
-    build=Qwen35VisionModel,
-    layer_prefix="model.language_model.layers.",
+    build=Qwen35Model,
+    aliases=ALIASES,
+    complete=complete_vision,
     build_mtp=Qwen35Mtp,
 )

@@ -64,7 +64,9 @@ def read_model_spec(folder: Path) -> ModelSpec:
     """Read the spec of the model in a folder from its config.json."""
     config = read_json(folder / "config.json")
     architecture = _architecture(config)
-    spec = find_family(architecture).read_spec(config, architecture)
+    family = find_family(architecture)
+    completed = config if family.complete is None else family.complete(config, folder)
+    spec = family.read_spec(completed, architecture)
     return replace(spec, eos_token_ids=eos_token_ids(folder, config))
 
 

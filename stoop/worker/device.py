@@ -17,6 +17,10 @@ import torch
 
 from stoop.config.environ import cache_dir
 from stoop.config.errors import ConfigError
+from stoop.config.schema import Config
+from stoop.layers.stateful import stateful_layers
+from stoop.models.loader import describe_model
+from stoop.ops.kernels.choice import KERNEL_DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,16 @@ def find_device(asked: str | torch.device) -> str:
             "numbered from 0"
         )
     return f"cuda:{number}"
+
+
+def check_sizes(config: Config) -> None:
+    """Refuse, before anything is loaded, a model with sizes that a GPU's kernels do not serve."""
+    device = config.device
+    if device.device == "cpu" or getattr(torch, device.dtype) not in KERNEL_DTYPES:
+        return
+    for layer in stateful_layers(describe_model(config.model, device)):
+        if layer.unserved is not None:
+            raise ConfigError(f"the model has {layer.unserved}: use device=cpu")
 
 
 def prepare_device(device: str, dtype: str) -> None:

@@ -34,7 +34,7 @@ from stoop.models.loader import load_model
 from stoop.sampling.sampler import SamplingNeeds
 from stoop.spec.base import DraftSetup, Speculator
 from stoop.spec.registry import make_speculator
-from stoop.worker.device import prepare_device
+from stoop.worker.device import check_sizes, prepare_device
 from stoop.worker.executor import PhaseExecutor, Step
 from stoop.worker.memory import (
     allocate_slots,
@@ -104,6 +104,7 @@ class ModelRunner:
         self.block_size = config.cache.block_size
         if config.device.num_threads is not None:
             torch.set_num_threads(config.device.num_threads)
+        check_sizes(config)
         prepare_device(config.device.device, config.device.dtype)
         if self.device.type == "cuda":
             follow_measured_products(self.device)

@@ -192,11 +192,14 @@ def test_dummy_runs_and_captures_touch_the_sink_only(folder: Path) -> None:
     assert torch.equal(pending[:-1], counts)
 
 
-def test_a_request_may_be_preempted_after_any_step(folder: Path, expected: list[list[int]]) -> None:
-    """Invariant 6: it starts again from zeros, with the tokens that it has."""
-    llm = make(folder, num_drafts=3, num_kv_blocks=40)
+@pytest.mark.parametrize("memory", ["0", "1MiB"], ids=["zeros", "snapshots"])
+def test_a_request_may_be_preempted_after_any_step(
+    folder: Path, expected: list[list[int]], memory: str
+) -> None:
+    """Invariant 6: it starts again from zeros or a snapshot, with the tokens that it has."""
+    llm = make(folder, num_drafts=3, num_kv_blocks=40, state_cache_memory=memory)
     prompt, answer = PROMPTS[8], expected[8]
-    for last in range(1, 12):
+    for last in range(20):
         llm.engine.add_request("r", prompt, GREEDY)
         found: list[int] = []
         for number in range(100):
@@ -208,6 +211,11 @@ def test_a_request_may_be_preempted_after_any_step(folder: Path, expected: list[
             if not llm.engine.has_work:
                 break
         assert found == answer, last
+        counts = llm.metrics()
+        if counts["num_preemptions"] == last:
+            break  # it had ended before that step
+    assert last > 3
+    assert (counts["state_cache_snapshots_restored"] > last) == (memory != "0")
 
 
 def test_an_aborted_request_leaves_nothing_to_the_next_holder(

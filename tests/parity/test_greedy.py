@@ -16,7 +16,7 @@ from support.checkpoints import (
     CheckpointStore,
     copy_with_eos,
 )
-from support.crossings import EVERY, models_with
+from support.crossings import EVERY, caching_prefixes, models_with
 from support.engines import MakeEngine
 from support.huggingface import (
     TIE_GAPS,
@@ -114,7 +114,8 @@ def test_mixed_batch(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, setting: str
 ) -> None:
     wanted = expected(references.get(name, 0, dtype), PROMPTS)
-    llm = make_engine(name, dtype=dtype, max_model_len=MAX_MODEL_LEN, **SETTINGS[setting])
+    options = caching_prefixes(name, SETTINGS[setting])
+    llm = make_engine(name, dtype=dtype, max_model_len=MAX_MODEL_LEN, **options)
     found = run_greedy(llm, PROMPTS, NUM_TOKENS)
     assert mismatches(found, wanted, TIE_GAPS[dtype]) == []
 
@@ -124,7 +125,8 @@ def test_preemption(
     references: ReferenceStore, make_engine: MakeEngine, name: str, dtype: str, setting: str
 ) -> None:
     wanted = expected(references.get(name, 0, dtype), PROMPTS)
-    llm = make_engine(name, dtype=dtype, max_model_len=MAX_MODEL_LEN, **TIGHT_SETTINGS[setting])
+    options = caching_prefixes(name, TIGHT_SETTINGS[setting])
+    llm = make_engine(name, dtype=dtype, max_model_len=MAX_MODEL_LEN, **options)
     found = run_greedy(llm, PROMPTS, NUM_TOKENS)
     assert mismatches(found, wanted, TIE_GAPS[dtype]) == []
     assert llm.metrics()["num_preemptions"] > 0
@@ -158,53 +160,6 @@ def test_other_seeds(
         name, seed=seed, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=128
     )
     assert mismatches(run_greedy(llm, prompts, 16), wanted, TIE_GAPS[dtype]) == []
-
-
-CACHE_SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunks-of-37": {"max_num_batched_tokens": 37},
-    "blocks-of-4": {"block_size": 4},
-    "blocks-of-32": {"block_size": 32},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        (name, setting)
-        for n, name in enumerate(PLAIN)  # recurrent states are not in blocks
-        for s, setting in enumerate(CACHE_SETTINGS)
-        if EVERY or (s + n) % len(CACHE_SETTINGS) == 0
-    ],
-)
-def test_shared_prefixes_twice(
-    references: ReferenceStore, make_engine: MakeEngine, name: str, setting: str
-) -> None:
-    """Cached blocks serve others' prompts, a whole prompt of full blocks, and a second round."""
-    stem = make_prompt(192, seed=5)
-    tails = [make_prompt(length, seed=6) for length in (1, 7, 16, 40)]
-    prompts = [stem, *(stem + tail for tail in tails), stem[:33]]
-    wanted = expected(references.get(name), prompts, 16)
-    llm = make_engine(name, max_model_len=MAX_MODEL_LEN, **CACHE_SETTINGS[setting])
-    first = run_greedy(llm, prompts, 16)
-    hits_at_first = llm.metrics()["prefix_cache_hit_tokens"]
-    second = run_greedy(llm, prompts, 16)
-    assert mismatches(first + second, wanted + wanted, TIE_GAPS["float32"]) == []
-    # All but each prompt's last block at least.
-    hits = llm.metrics()["prefix_cache_hit_tokens"] - hits_at_first
-    assert hits >= sum(len(prompt) - 32 for prompt in prompts)
-
-
-def test_cached_answer_is_continued(references: ReferenceStore, make_engine: MakeEngine) -> None:
-    """A follow-up prompt, the first prompt with its answer, finds the blocks of both."""
-    wanted = references.get("qwen3").greedy(PROMPTS[-2], 32)
-    llm = make_engine("qwen3", max_model_len=MAX_MODEL_LEN)
-    first = run_greedy(llm, [PROMPTS[-2]], 24)[0]
-    assert first == wanted.token_ids[:24]
-    output = llm.generate([[*PROMPTS[-2], *first]], greedy_params(8), use_tqdm=False)[0]
-    assert output.outputs[0].token_ids == wanted.token_ids[24:]
-    # 150 prompt tokens and 24 of the answer, of which the last was never computed.
-    assert output.num_cached_tokens == 160
 
 
 def drive(
@@ -246,15 +201,15 @@ def test_random_schedules(references: ReferenceStore, make_engine: MakeEngine, d
     name = rng.choice(list(ARCHITECTURES))
     block_size = rng.choice([1, 2, 4, 8, 16, 32])
     num_seqs = rng.choice([1, 2, 5, 16])
-    llm = make_engine(
-        name,
-        max_model_len=MAX_MODEL_LEN,
-        block_size=block_size,
-        num_kv_blocks=rng.choice([1, 2, 4]) * MAX_MODEL_LEN // block_size + 1,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=rng.randint(num_seqs, 150),
-        enable_prefix_caching=rng.random() < 0.7,
-    )
+    options: dict[str, Any] = {
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": block_size,
+        "num_kv_blocks": rng.choice([1, 2, 4]) * MAX_MODEL_LEN // block_size + 1,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": rng.randint(num_seqs, 150),
+        "enable_prefix_caching": rng.random() < 0.7,
+    }
+    llm = make_engine(name, **caching_prefixes(name, options))
     prompts = rng.sample(PROMPTS, len(PROMPTS)) + rng.sample(PROMPTS, 3)
     num_tokens = rng.randint(1, NUM_TOKENS)
     wanted = expected(references.get(name), prompts, num_tokens)

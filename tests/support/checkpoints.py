@@ -198,6 +198,7 @@ MIXERS = ("lfm2", "qwen3.5", "granite-hybrid")  # one for each kind of recurrent
 VARIANTS = (
     *("lfm2-biases", "granite-groups", "granite-attention", "bamba-groups", "qwen3.5-tied"),
 )
+RECURRENT = tuple(name for name in HYBRIDS + VARIANTS if name != "granite-attention")
 PLAIN = tuple(name for name in ARCHITECTURES if name not in HYBRIDS + VARIANTS)
 
 

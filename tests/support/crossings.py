@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from support.checkpoints import ARCHITECTURES, HYBRIDS, PLAIN, VARIANTS
+from support.checkpoints import ARCHITECTURES, HYBRIDS, PLAIN, RECURRENT, VARIANTS
 
 EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
+
+
+def caching_prefixes(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options under which models with recurrent layers cache prefixes, too, unless those turn it
+    off: on a CPU they must be asked."""
+    if name not in RECURRENT or not options.get("enable_prefix_caching", True):
+        return options
+    return {"state_cache_memory": "4MiB", **options}
 
 
 def models_with(names: str, *groups: Sequence[Any], variants: bool = False) -> pytest.MarkDecorator:

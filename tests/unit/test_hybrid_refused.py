@@ -1,17 +1,32 @@
 """Configs of hybrid models that cannot be loaded: refused with a sentence that says what to do."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stoop.config.errors import CheckpointError, StoopError
+from stoop.config.errors import CheckpointError, ConfigError, StoopError
+from stoop.config.resolve import make_options, resolve
 from stoop.models.registry import find_family, read_model_spec
+from stoop.worker.device import check_sizes
+from stoop.worker.runner import ModelRunner
 from support.checkpoints import ARCHITECTURES, CheckpointStore, edit_json
 
-HYBRIDS = ("lfm2", "granite-hybrid", "bamba")
+HYBRIDS = ("lfm2", "granite-hybrid", "bamba", "qwen3.5")
+# Keys that families read beside those that transformers writes.
+MORE_KEYS = {
+    "lfm2": ("block_ff_dim", "tie_embedding", "full_attn_idxs"),
+    "granite-hybrid": ("layers_block_type",),
+    "bamba": ("partial_rotary_factor",),
+    "qwen3.5": (
+        *("partial_rotary_factor", "full_attention_interval", "mtp_num_hidden_layers"),
+        *("attn_output_gate", "output_gate_type"),
+    ),
+}
+ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
 # One or two of each JSON type, and numbers that no machine can serve.
 VALUES: list[Any] = [
     *(None, True, -1, 0, 3, 1.5, 2**40, 10**400, float("inf"), float("nan")),
@@ -65,6 +80,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {"attn_layer_indices": 1}, "attn_layer_indices=1 where a list of layers"),
     ("bamba", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "fix partial_rotary_factor"),
     ("bamba", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: use"),
+    ("granite-hybrid", {"layers_block_type": ["mamba"]}, "1 layer_types for 3 layers: fix"),
 ]
 
 
@@ -75,15 +91,46 @@ def test_broken_configs_are_refused(name: str, changes: dict[str, Any], message:
     assert "\n" not in str(refusal.value)
 
 
+UNSERVED: list[tuple[str, dict[str, Any], str]] = [
+    ("lfm2", {"conv_L_cache": 9}, "convolutions of width 9, .* serve widths of 2 to 8"),
+    ("lfm2", {"conv_L_cache": 1}, "convolutions of width 1, "),
+    ("bamba", {"mamba_d_conv": 12}, "convolutions of width 12, "),
+    ("qwen3.5", {"linear_conv_kernel_dim": 9}, "convolutions of width 9, "),
+    ("qwen3.5", {"linear_key_head_dim": 24}, "keys of 24 .* powers of two from 16 on"),
+    ("qwen3.5", {"linear_value_head_dim": 8}, "values of 8, .* powers of two from 16 on"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), UNSERVED)
+def test_sizes_without_a_gpu_kernel_are_refused_on_a_gpu(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    """Before anything is loaded; the references serve a CPU, and float64."""
+    options, spec = make_options("x", {"dtype": "bfloat16"}), read(name, **changes)
+    config = resolve(options, spec, "folder", "cuda:0")
+    with pytest.raises(ConfigError, match=f"^the model has .*{message}.*: use device=cpu$"):
+        ModelRunner(config)
+    check_sizes(resolve(options, spec, "folder", "cpu"))
+    check_sizes(resolve(make_options("x", {"dtype": "float64"}), spec, "folder", "cuda:0"))
+    check_sizes(resolve(options, read(name), "folder", "cuda:0"))
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_values_of_a_wrong_type_are_refused_or_harmless(name: str) -> None:
+    config = config_of(name)
+    keys = config.keys() - {"architectures"} | set(MORE_KEYS[name])
+    changes = [{key: value} for key in keys for value in VALUES]
+    changes += [
+        {"rope_parameters": config["rope_parameters"] | {key: value}}
+        for key in ROPE_KEYS
+        for value in VALUES
+    ]
     messages = []
-    for key in config_of(name).keys() - {"architectures"}:
-        for value in VALUES:
-            try:
-                hash(read(name, **{key: value}))
-            except StoopError as error:
-                messages.append(str(error))
+    for change, kinds in itertools.product(changes, ({}, {"layer_types": None})):
+        try:
+            hash(read(name, **change | kinds))
+        except StoopError as error:
+            messages.append(str(error))
     assert len(messages) > 100
     assert not any("\n" in message or len(message) > 400 for message in messages)
 
@@ -93,6 +140,11 @@ def test_old_spellings_mean_the_same(checkpoints: CheckpointStore) -> None:
     assert read("granite-hybrid", layer_types=["mamba", "attention", "mamba"]) == read(
         "granite-hybrid", layer_types=["linear_attention", "full_attention", "linear_attention"]
     )
+    for other in (None, ["attention"] * 3):
+        kinds = ["mamba", "attention", "mamba"]
+        assert read("granite-hybrid", layers_block_type=kinds, layer_types=other) == read(
+            "granite-hybrid"
+        )
     assert read("granite-hybrid", position_embedding_type="nope") == read("granite-hybrid")
     for limits in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
         assert read("granite-hybrid", time_step_limit=limits) == read("granite-hybrid")
@@ -102,6 +154,13 @@ def test_old_spellings_mean_the_same(checkpoints: CheckpointStore) -> None:
     old_rope = {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": None}
     assert read("bamba", **old_rope) == read("bamba")
     assert read("bamba").rotary_dim == 8
+    for gate in (None, "silu"):
+        assert read("qwen3.5", output_gate_type=gate) == read("qwen3.5")
+    assert read("qwen3.5", attn_output_gate=True) == read("qwen3.5")
+    whole = config_of("qwen3.5")["rope_parameters"] | {"partial_rotary_factor": None}
+    for fraction, dimensions in ((None, 8), (0.5, 16)):
+        found = read("qwen3.5", rope_parameters=whole, partial_rotary_factor=fraction)
+        assert found.rotary_dim == dimensions
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -112,7 +171,8 @@ def test_an_absent_key_means_what_transformers_assumes(
     keys = ("rms_norm_eps", "norm_eps", "conv_bias", "mamba_conv_bias", "mamba_proj_bias")
     keys += ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
     keys += ("logits_scaling", "time_step_limit", "tie_word_embeddings", "attention_bias")
-    full = config_of(name)
+    keys += ("num_key_value_heads",)
+    full = config_of(name) | {"num_attention_heads": 32, "head_dim": 8}
     assumed = ARCHITECTURES[name].config_class()
     for key in keys:
         if key in full and hasattr(assumed, key):

@@ -101,15 +101,18 @@ def test_auto_passes_over_heads_that_cannot_draft(
 
 
 def test_the_head_of_a_multimodal_checkpoint(whole: Path, tmp_path: Path) -> None:
-    """The text part has a prefix, the MTP head none."""
+    """The text part has a prefix, the MTP head none; also under the text part's config."""
     folder = as_multimodal(whole, tmp_path / "multimodal")
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    shutil.copy(whole / "config.json", again)
     found = []
-    for each in (whole, folder):
+    for each in (whole, folder, again):
         llm = make_llm(each, speculative_config=MTP, **SETTINGS)
         drafts = {"tokens": generate_ids(llm, PROMPTS, GREEDY)}
         weights = dict(llm.engine.runner.draft_model.named_parameters())
         found.append((drafts, {name: weight.sum() for name, weight in weights.items()}))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_plain_decoding_leaves_it_alone(whole: Path) -> None:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoop.ops.causal_conv import ConvState
+from stoop.ops.kernels.choice import CONV_WIDTHS
 from stoop.ops.kernels.launch import (
     let_next_start,
     load_early,
@@ -26,7 +27,6 @@ WARPS, FEW_WARPS = 4, 1
 MANY_PROGRAMS, FEW_BYTES = 512, 8  # the latter of a channel in a tile
 MAX_ELEMENTS = 2048  # tokens times channels
 CHUNK_TOKENS = 16  # of a tile, if some row may be a chunk
-MAX_WIDTH = 8
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (num_tokens, channels), num_reqs = out.shape, rows[3].shape[0]
     log_len, width = log.shape[1], weight.shape[2]
-    assert 2 <= width <= MAX_WIDTH and 1 <= log_len <= MAX_ELEMENTS // 8, (width, log_len)
+    assert width in CONV_WIDTHS and 1 <= log_len <= MAX_ELEMENTS // 8, (width, log_len)
     assert x.stride(1) == 1 and out.is_contiguous() and weight.is_contiguous()
     assert window[0].is_contiguous() and log[0].is_contiguous()
     tile = triton.next_power_of_2(max(log_len, 1 if short else CHUNK_TOKENS))

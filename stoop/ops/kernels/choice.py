@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CONV_WIDTHS = range(2, 9)  # of causal convolutions
+LEAST_DELTA_DIM = 16  # of a delta net's keys and values by head
 
 
 @functools.cache
@@ -32,6 +34,10 @@ def uses_kernels(tensor: Tensor) -> bool:
     if not has_kernels(tensor.device):
         return False
     return tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point
+
+
+def serves_delta_dim(size: int) -> bool:
+    return size >= LEAST_DELTA_DIM and size & (size - 1) == 0
 
 
 _off = 0  # how many `without_kernels` blocks are open

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from stoop.ops.delta_net import DeltaGates, DeltaState, DeltaWeights
+from stoop.ops.kernels.choice import serves_delta_dim
 from stoop.ops.kernels.delta_chunk import CHUNK, prepare_kernel, scan_kernel
 from stoop.ops.kernels.delta_step import finish_kernel, step_kernel
 from stoop.ops.kernels.launch import INTERPRETED, overlapping
@@ -35,7 +36,7 @@ def _sizes(matrix: Tensor, key_log: Tensor) -> dict[str, int]:
     """What kernels know of a model."""
     _, value_heads, key_dim, value_dim = matrix.shape
     for name, size in (("key_dim", key_dim), ("value_dim", value_dim)):
-        assert size >= 16 and size & (size - 1) == 0, f"{name} {size} is no power of two from 16 on"
+        assert serves_delta_dim(size), f"{name} {size} is no power of two from 16 on"
     assert value_heads % key_log.shape[2] == 0, (value_heads, key_log.shape[2])
     assert key_log.shape[3] == key_dim, (key_log.shape, matrix.shape)
     return {"HV": value_heads, "HK": key_log.shape[2], "DK": key_dim, "DV": value_dim}
