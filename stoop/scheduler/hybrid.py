@@ -33,8 +33,8 @@ class HybridPrefixCache(PrefixCache):
     snapshots: SnapshotIndex
     num_matched = 0  # blocks that the last search found, with or without a snapshot
 
-    def match(self, request: Request) -> list[int]:
-        blocks = super().match(request)
+    def match(self, request: Request, for_drafts: bool = False) -> list[int]:
+        blocks = super().match(request, for_drafts)
         self.num_matched = len(blocks)
         if self.snapshots.num_held:
             for count in range(len(blocks), 0, -1):
@@ -199,7 +199,7 @@ class HybridScheduler(Scheduler):
         """
         stay, before = self._stays[request], self._known_before
         # A step that ends a prompt may have been a long chunk, which logs nothing.
-        if before is None or before <= stay.known or request.num_drafter_kv is not None:
+        if before is None or before <= stay.known:
             return
         checkpoint, length = before - 1, self._last_boundary(request.num_tokens)
         if length < checkpoint or self._expects(request, length):

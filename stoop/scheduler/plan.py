@@ -1,11 +1,12 @@
-"""A step's plan while the scheduler makes it, and what it has counted."""
+"""A step's plan while the scheduler makes it, what comes of its results, and what was counted."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from stoop.core.messages import Delta
 from stoop.core.outputs import SpecCounts
 from stoop.core.request import Request
-from stoop.core.step import BlockAppend, PlannedRow
+from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult
 
 
 @dataclass
@@ -67,3 +68,38 @@ class PlanBuilder:
         self.budget += self.num_scheduled.pop(request, 0)
         self.admitted.pop(request, None)
         self.appended.pop(request, None)
+
+
+def make_admission(request: Request) -> Admission:
+    """What the device has to know of a request that got a slot."""
+    return Admission(
+        slot=request.slot,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed=request.num_computed,
+        rules=request.rules,
+        token_limit=request.token_limit,
+    )
+
+
+def make_delta(request: Request, row: RowResult, new_ids: list[int]) -> Delta:
+    """What a step's result adds to a request, which has taken it in.
+
+    new_ids: the result's tokens up to one that ends the request
+    """
+    delta = Delta(
+        row.request_id,
+        new_ids,
+        request.finish_reason,
+        request.stop_reason,
+        request.num_cached,
+        row.num_drafts,
+        len(row.token_ids) - (not row.failed) if row.num_drafts else 0,
+    )
+    if row.scores or row.prompt_scores:
+        delta.scores = row.scores[: len(new_ids)]
+        delta.prompt_scores = row.prompt_scores
+        delta.prompt_scores_start = row.prompt_scores_start
+    if request.admitted is not None:
+        delta.admitted, request.admitted = request.admitted, None
+    return delta

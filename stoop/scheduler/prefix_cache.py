@@ -4,6 +4,10 @@ A block's digest covers its own tokens and its predecessor's digest, so it names
 hit counts only if the tokens are equal too, so that a collision of digests cannot return the KV of
 other tokens.
 
+Steps without drafts leave the drafter out, so a block may hold the target's KV alone. A request
+that gets no drafts in any case finds it; where drafts are made it is computed again, and the block
+that has both takes its place.
+
 An EAGLE drafter's KV of a token depends on the token that follows, so the last position of a block
 is valid for one following token only. With such a drafter a block is named by its tokens and the
 next one: a request that continues as the block's writer did finds it, and a request that continues
@@ -48,6 +52,7 @@ class PrefixCache:
         self.enabled = enabled
         self._entries: dict[bytes, _Entry] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._undrafted: set[int] = set()  # blocks that lack the drafter's KV
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         pool.on_evict = self._forget
@@ -56,24 +61,33 @@ class PrefixCache:
         """Forget all blocks, after the pool has been reset."""
         self._entries.clear()
         self._digest_of.clear()
+        self._undrafted.clear()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def match(self, request: Request) -> list[int]:
+    def match(self, request: Request, for_drafts: bool = False) -> list[int]:
         """Blocks that hold the longest known prefix of a request's tokens.
 
-        At least one token is left to compute, since its logits are needed.
+        At least one token is left to compute, since its logits are needed. for_drafts: the drafter
+        needs its KV, too
         """
         if not self.enabled or request.rules.params.prompt_logprobs is not None:
             return []
         blocks: list[int] = []
         for index in range((request.num_tokens - 1) // self.block_size):
             entry = self._find(request, index)
-            if entry is None:
+            if entry is None or (for_drafts and entry.block in self._undrafted):
                 break
             blocks.append(entry.block)
         return blocks
+
+    def num_drafter_kv(self, blocks: Sequence[int]) -> int | None:
+        """Of a prefix in these blocks, the tokens that the drafter has KV of; None: all."""
+        for index, block in enumerate(blocks):
+            if block in self._undrafted:
+                return index * self.block_size
+        return None
 
     def count(self, request: Request, num_hit_tokens: int) -> None:
         """Record an admission and how many of its tokens were found."""
@@ -85,18 +99,21 @@ class PrefixCache:
         if not self.enabled:
             return
         # The newest token's KV is not written yet; a step in flight may find the request ended.
-        num_valid = min(request.num_computed, len(request.token_ids) - 1)
-        if request.num_drafter_kv is not None:  # later ones would be of no use to a drafter
-            num_valid = min(num_valid, request.num_drafter_kv)
-        num_full = num_valid // self.block_size
+        num_full = min(request.num_computed, len(request.token_ids) - 1) // self.block_size
         for index in range(request.num_offered_blocks, num_full):
             request.num_offered_blocks = index + 1
-            node = self.node(request, index)
-            if node.digest in self._entries:  # the same tokens were computed twice: keep the first
-                continue
-            block = request.block_ids[index]
+            node, block = self.node(request, index), request.block_ids[index]
+            undrafted = request.lacks_drafter_kv((index + 1) * self.block_size)
+            before = self._entries.get(node.digest)
+            if before is not None:  # the same tokens were computed twice: keep the first
+                if undrafted or before.block not in self._undrafted:
+                    continue
+                self._forget(before.block)
+                self.pool.unmark_cached(before.block)
             self._entries[node.digest] = _Entry(block, node)
             self._digest_of[block] = node.digest
+            if undrafted:
+                self._undrafted.add(block)
             self.pool.mark_cached(block)
 
     def withdraw(self, request: Request) -> None:
@@ -132,6 +149,7 @@ class PrefixCache:
 
     def _forget(self, block: int) -> None:
         del self._entries[self._digest_of.pop(block)]
+        self._undrafted.discard(block)
 
 
 def same_text(a: PrefixNode | None, b: PrefixNode | None) -> bool:

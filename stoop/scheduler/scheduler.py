@@ -22,9 +22,9 @@ from stoop.config.schema import CacheConfig, ScheduleConfig
 from stoop.core.messages import Delta
 from stoop.core.outputs import SpecCounts
 from stoop.core.request import OWN_LATER, PromptLimits, Request, RequestStatus
-from stoop.core.step import Admission, PlannedRow, RowResult, StepPlan, StepResult
+from stoop.core.step import PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
-from stoop.scheduler.plan import PlanBuilder, SchedulerStats
+from stoop.scheduler.plan import PlanBuilder, SchedulerStats, make_admission, make_delta
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 from stoop.scheduler.snapshots import SnapshotIndex
@@ -166,25 +166,10 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is None or request.epoch != row.epoch:
                 continue  # it finished, was aborted or was preempted after the launch
-            new_ids, num_drafts = self._take_tokens(request, row), row.num_drafts
+            new_ids = self._take_tokens(request, row)
             if row.error is not None:
                 self.finish(request, "error", row.error)
-            delta = Delta(
-                row.request_id,
-                new_ids,
-                request.finish_reason,
-                request.stop_reason,
-                request.num_cached,
-                num_drafts,
-                len(row.token_ids) - (not row.failed) if num_drafts else 0,
-            )
-            if row.scores or row.prompt_scores:
-                delta.scores = row.scores[: len(new_ids)]
-                delta.prompt_scores = row.prompt_scores
-                delta.prompt_scores_start = row.prompt_scores_start
-            if request.admitted is not None:
-                delta.admitted, request.admitted = request.admitted, None
-            deltas.append(delta)
+            deltas.append(make_delta(request, row, new_ids))
         return deltas
 
     def check_idle(self) -> None:
@@ -238,7 +223,7 @@ class Scheduler:
     def _admit_waiting(self, plan: PlanBuilder) -> None:
         while self.waiting and self._free_slots and plan.budget:
             request = self.waiting.peek()
-            cached = self.prefix_cache.match(request)
+            cached = self.prefix_cache.match(request, self._needs_drafter_kv(request))
             num_cached = len(cached) * self.block_size
             num_tokens = self._first_chunk(request, num_cached)
             if num_tokens > plan.budget:
@@ -255,6 +240,10 @@ class Scheduler:
             self._grow(request, num_tokens, plan)
             plan.add(request, num_tokens)
 
+    def _needs_drafter_kv(self, request: Request) -> bool:
+        """Whether a request gets drafts as soon as it decodes."""
+        return request.recomputed or (self.num_drafts > 0 and request.rules.num_drafts > 0)
+
     def _first_chunk(self, request: Request, num_cached: int) -> int:
         """The most tokens that a request computes in the step of its admission."""
         return request.num_tokens - num_cached
@@ -269,6 +258,7 @@ class Scheduler:
         request.block_ids = list(cached)
         request.num_offered_blocks = len(cached)
         request.num_computed = len(cached) * self.block_size
+        request.num_drafter_kv = self.prefix_cache.num_drafter_kv(cached)
         if request.recomputed:  # what it found are its own blocks
             request.recomputed = False
         else:
@@ -319,15 +309,20 @@ class Scheduler:
     def undrafted(self) -> list[Request]:
         """Running requests that get no drafts only since the drafter lacks KV of their last tokens.
 
-        One that would have to wait behind others for a slot is left as it is.
+        One that would have to wait is left as it is: behind others for a slot, or for a step that
+        has room for all of its tokens.
         """
-        first, limit = self.waiting.peek() if self.waiting else None, self.config.drafter_max_len
+        first, config = self.waiting.peek() if self.waiting else None, self.config
+        limit, most = config.drafter_max_len, config.max_model_len
+        if not config.enable_chunked_prefill:
+            most = config.max_num_batched_tokens - len(self.running) * (config.num_drafts + 1)
         return [
             each
             for each in self.running
             if each.num_drafter_kv is not None
             and each.may_draft(limit)
             and (first is None or each.order < first.order)
+            and each.num_tokens <= most
         ]
 
     def _compute_again(self, requests: Iterable[Request]) -> None:
@@ -346,14 +341,15 @@ class Scheduler:
 
     def _finish_plan(self, plan: PlanBuilder) -> StepPlan:
         # Admissions first: they show what is computed before the rows are launched.
-        admissions = [self._admission(request) for request in plan.admitted]
+        admissions = [make_admission(request) for request in plan.admitted]
         scheduled = plan.num_scheduled
         rows = [self._row(request, num_tokens) for request, num_tokens in scheduled.items()]
-        num_drafts, no_drafts = self.num_drafts, []
+        num_drafts = self.num_drafts
+        no_drafts = [each.slot for each in plan.admitted if each.num_drafter_kv is not None]
         if not num_drafts and self.config.drafter_has_kv:
             if not self.keeps_drafter_kv or all(row.decodes for row in rows):
                 kept = (each for each in scheduled if each.num_drafter_kv is None)
-                no_drafts = [each.slot for each in kept if each.lose_drafter_kv()]
+                no_drafts += [each.slot for each in kept if each.lose_drafter_kv()]
             else:
                 num_drafts = 1  # prompts get the drafter's KV in any case
         for (request, num_tokens), row in zip(scheduled.items(), rows, strict=True):
@@ -400,17 +396,6 @@ class Scheduler:
         if row.decodes or request.decodes:
             return row.num_tokens
         return int(row.samples)
-
-    @staticmethod
-    def _admission(request: Request) -> Admission:
-        return Admission(
-            slot=request.slot,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed=request.num_computed,
-            rules=request.rules,
-            token_limit=request.token_limit,
-        )
 
     # ---- results ----
 
@@ -473,8 +458,7 @@ class Scheduler:
     def _offer_blocks(self, request: Request) -> None:
         """Give full blocks to the prefix cache."""
         # Most steps fill no block.
-        next_full = (request.num_offered_blocks + 1) * self.block_size
-        if len(request.token_ids) > next_full and not request.lacks_drafter_kv(next_full):
+        if len(request.token_ids) > (request.num_offered_blocks + 1) * self.block_size:
             self.prefix_cache.insert(request)
 
     def _end(self, request: Request, token: int) -> None:

@@ -451,6 +451,25 @@ def test_blocks_without_the_drafters_kv_are_not_offered(target: str, costly: Non
     assert found.outputs[0].spec == expected.outputs[0].spec is not None
 
 
+def test_without_drafts_the_prefix_cache_is_that_of_a_plain_engine(
+    target: str, costly: None
+) -> None:
+    """The next turn finds the whole answer, and a repeated prompt itself; neither gets drafts."""
+    long = GREEDY.replace(max_tokens=150)
+    found = {}
+    for name, asked in (("plain", None), ("adaptive", "auto")):
+        llm = LLM(target, **ROOMY, block_size=4, speculative_config=asked)
+        for prompt in PROMPTS:
+            (first,) = llm.generate(prompt, long, use_tqdm=False)
+        follow_up = [*PROMPTS[-1], *first.outputs[0].token_ids, 9]
+        made = llm.metrics()["spec_decode_num_drafts"]
+        again = [llm.generate(each, GREEDY, use_tqdm=False)[0] for each in (follow_up, follow_up)]
+        assert llm.metrics()["spec_decode_num_drafts"] == made
+        found[name] = [(each.num_cached_tokens, each.outputs[0].token_ids) for each in again]
+    assert found["adaptive"] == found["plain"]
+    assert found["plain"][0][0] >= 160
+
+
 def test_where_steps_cannot_be_timed_every_step_makes_all_drafts(target: str) -> None:
     assert LLM(target, **SETTINGS, graph_mode="step").engine.core.drafts is None
     assert LLM(target, **SETTINGS, run_ahead=1).engine.core.drafts is None

@@ -282,6 +282,10 @@ class Simulation:
         assert plan.rows, "an empty plan"
         if not world.chunked:
             assert all(row.samples for row in plan.rows), "a chunk, with chunking off"
+        for each in plan.admissions:
+            (request,) = [r for r in scheduler.running if r.slot == each.slot]
+            waits = scheduler.num_drafts and each.rules.num_drafts
+            assert not waits or request.num_drafter_kv is None, "it finds no drafter's KV"
         self._check_order(plan, before)
         running = {r.request_id for r in scheduler.running}
         assert set(rows) <= running
@@ -375,13 +379,15 @@ class Simulation:
 
     def _check_cache(self) -> None:
         """Every cached block holds the tokens that its entry names."""
-        size, worker = self.world.block_size, self.worker
-        for entry in self.scheduler.prefix_cache._entries.values():
+        size, worker, cache = self.world.block_size, self.worker, self.scheduler.prefix_cache
+        assert cache._undrafted <= cache._digest_of.keys()
+        for entry in cache._entries.values():
             assert len(entry.tokens) == size + self.world.drafter_has_kv
             for offset, token in enumerate(entry.tokens[:size]):
                 found = worker.written.get((entry.block, offset))
                 assert found is not None and found[1] == token, "a cached block holds other tokens"
-            for offset, token in enumerate(entry.tokens[1:] if self.world.drafter_has_kv else ()):
+            followed = self.world.drafter_has_kv and entry.block not in cache._undrafted
+            for offset, token in enumerate(entry.tokens[1:] if followed else ()):
                 found = worker.draft_written.get((entry.block, offset))
                 assert found is not None and found[1] == token, "a cached block goes on otherwise"
         self._check_snapshots()

@@ -480,6 +480,20 @@ def test_requests_that_would_lose_their_blocks_are_left_alone() -> None:
     assert wants_redraft(make_policy(TIMES, COUNTS), scheduler)
 
 
+def test_requests_that_would_wait_for_a_whole_step_are_left_alone() -> None:
+    """Without chunked prefill a step must have room for all of their tokens."""
+    for most, alone in ((40, True), (15, False)):
+        options = {"chunked": False, "max_num_batched_tokens": most, "max_model_len": 15}
+        scheduler = make_running([[1] * 5, [2] * 5], **options)
+        assert scheduler.running[0].num_tokens == 10
+        assert (
+            bool(scheduler.undrafted)
+            == alone
+            == wants_redraft(make_policy(TIMES, COUNTS), scheduler)
+        )
+    assert make_running([[1] * 5], max_num_batched_tokens=8).undrafted, "in chunks"
+
+
 def test_requests_whose_drafts_are_better_get_more() -> None:
     """All requests so far, and those in the batch."""
     scheduler = make_running([[1] * 5, [2] * 5], num_plain=0)

@@ -336,3 +336,92 @@ def test_same_text_computed_twice_keeps_the_first() -> None:
     assert not scheduler.has_work and len(scheduler.prefix_cache) == 2
     assert hits(scheduler, [*A, *X, 5]) == first.block_ids[:2]
     scheduler.pool.check()
+
+
+# ---- blocks that lack the drafter's KV ----
+
+
+def drafting_scheduler(num_drafts: int, **options: Any) -> Scheduler:
+    """num_drafts: that steps make for now, of at most 2"""
+    scheduler = make_scheduler(block_size=2, num_drafts=2, drafter_has_kv=True, **options)
+    return with_drafts(scheduler, num_drafts)
+
+
+def with_drafts(scheduler: Scheduler, num_drafts: int) -> Scheduler:
+    scheduler.num_places = scheduler.num_drafts = num_drafts
+    return scheduler
+
+
+def answer(scheduler: Scheduler, name: str, prompt: list[int], num_tokens: int = 6) -> list[int]:
+    """Serve a request alone; returns its prompt and its answer."""
+    request = make_request(name, prompt, max_tokens=num_tokens, num_drafts=2)
+    scheduler.add(request)
+    while scheduler.has_work:
+        step(scheduler, token=9)
+    return request.token_ids
+
+
+def test_without_drafts_an_answer_is_found_by_the_next_turn() -> None:
+    scheduler = drafting_scheduler(0)
+    text = answer(scheduler, "a", [1, 2, 3])
+    later = make_request("b", [*text, 7], num_drafts=2)
+    scheduler.add(later)
+    plan = scheduler.schedule()
+    assert rows_of(plan) == {"b": (8, 2)} and later.num_drafter_kv == 2, "the prompt has KV of it"
+    assert plan.no_drafts == [later.slot], "the device knows"
+
+
+def test_with_drafts_blocks_without_the_drafters_kv_are_computed_again() -> None:
+    scheduler = drafting_scheduler(0)
+    text = answer(scheduler, "a", [1, 2, 3])
+    with_drafts(scheduler, 2)
+    later = make_request("b", [*text, 7], num_drafts=2)
+    wants_none = make_request("c", [*text, 7], num_drafts=0)
+    for request in (later, wants_none):
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    assert rows_of(plan) == {"b": (2, 8), "c": (8, 2)}
+    assert later.num_drafter_kv is None and plan.no_drafts == [wants_none.slot]
+
+
+def test_a_block_with_the_drafters_kv_takes_the_place_of_one_without() -> None:
+    scheduler = drafting_scheduler(0)
+    text = answer(scheduler, "a", [1, 2, 3])
+    held, num_free = len(scheduler.prefix_cache), scheduler.pool.num_free
+    with_drafts(scheduler, 2)
+    answer(scheduler, "b", text, num_tokens=1)
+    assert len(scheduler.prefix_cache) == held and scheduler.pool.num_free == num_free
+    request = make_request("c", [*text, 7], num_drafts=2)
+    scheduler.add(request)
+    assert rows_of(scheduler.schedule()) == {"c": (8, 2)}
+    assert request.num_drafter_kv is None
+    scheduler.abort("c")
+    with_drafts(scheduler, 0)
+    answer(scheduler, "d", text, num_tokens=1)  # keeps the one that is there
+    assert scheduler.prefix_cache.num_drafter_kv(scheduler.prefix_cache.match(request)) is None
+    scheduler.pool.check()
+
+
+def test_tokens_computed_again_for_drafts_find_no_block_without_them() -> None:
+    scheduler = drafting_scheduler(0)
+    text = answer(scheduler, "a", [1, 2, 3])
+    request = make_request("b", [*text, 7], max_tokens=9, num_drafts=2)
+    scheduler.add(request)
+    for _ in range(3):
+        step(scheduler, token=9)
+    assert request.num_drafter_kv == 2 and scheduler.undrafted == [request]
+    with_drafts(scheduler, 2).redraft = True
+    plan = scheduler.schedule()
+    assert plan.admissions[0].num_computed == 2 and request.num_drafter_kv is None
+    assert plan.no_drafts == []
+
+
+def test_a_forgotten_block_may_hold_anything_again() -> None:
+    scheduler = drafting_scheduler(0, num_blocks=8)
+    answer(scheduler, "a", [1, 2, 3])
+    with_drafts(scheduler, 2)
+    for number in range(3):
+        text = answer(scheduler, f"{number}", [20 + number, 5, 6])
+    request = make_request("b", [*text, 7], num_drafts=2)
+    assert len(scheduler.prefix_cache.match(request, for_drafts=True)) == 4
+    assert not scheduler.prefix_cache._undrafted

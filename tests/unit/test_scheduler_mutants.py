@@ -11,6 +11,7 @@ import pytest
 from stoop.core.request import Request
 from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler import prefix_cache as prefix_cache_module
+from stoop.scheduler import scheduler as scheduler_module
 from stoop.scheduler.block_pool import BlockPool
 from stoop.scheduler.plan import PlanBuilder
 from stoop.scheduler.prefix_cache import PrefixCache
@@ -57,8 +58,8 @@ def find_by_digest_alone(find: Any) -> Any:
 
 
 def match_one_too_many(match: Any) -> Any:
-    def mutant(self: PrefixCache, request: Request) -> list[int]:
-        blocks = match(self, request)
+    def mutant(self: PrefixCache, request: Request, *for_drafts: bool) -> list[int]:
+        blocks = match(self, request, *for_drafts)
         entry = None
         if (len(blocks) + 1) * self.block_size <= request.num_tokens and self.enabled:
             entry = self._find(request, len(blocks))
@@ -68,8 +69,8 @@ def match_one_too_many(match: Any) -> Any:
 
 
 def match_one_block_unseen(match: Any) -> Any:
-    def mutant(self: PrefixCache, request: Request) -> list[int]:
-        blocks = match(self, request)
+    def mutant(self: PrefixCache, request: Request, *for_drafts: bool) -> list[int]:
+        blocks = match(self, request, *for_drafts)
         spare = [e.block for e in self._entries.values() if e.block not in blocks]
         room = (request.num_tokens - 1) // self.block_size > len(blocks)
         return blocks + spare[:1] if room else blocks
@@ -220,14 +221,14 @@ def limit_beyond_the_model(admission: Any) -> Any:
         limit = request.num_prompt_tokens + request.rules.max_tokens
         return dataclasses.replace(admission(request), token_limit=limit)
 
-    return staticmethod(mutant)
+    return mutant
 
 
 def resume_without_generated(admission: Any) -> Any:
     def mutant(request: Request) -> Admission:
         return dataclasses.replace(admission(request), token_ids=list(request.prompt_token_ids))
 
-    return staticmethod(mutant)
+    return mutant
 
 
 MUTANTS = [
@@ -250,8 +251,8 @@ MUTANTS = [
     (Scheduler, "update", update_without_epochs),
     (RequestQueue, "push", queue_newest_first),
     (Scheduler, "_row", chunks_sample_too),
-    (Scheduler, "_admission", resume_without_generated),
-    (Scheduler, "_admission", limit_beyond_the_model),
+    (scheduler_module, "make_admission", resume_without_generated),
+    (scheduler_module, "make_admission", limit_beyond_the_model),
     (PlanBuilder, "remove", keep_rows_of_the_preempted),
     (PlanBuilder, "add", forget_the_budget),
 ]
@@ -560,11 +561,42 @@ def places_of_the_most_drafts(order_running: Any) -> Any:
     return mutant
 
 
+def blocks_without_the_drafters_kv_for_drafts(match: Any) -> Any:
+    return lambda self, request, for_drafts=False: match(self, request)
+
+
+def blocks_taken_to_have_the_drafters_kv(num_drafter_kv: Any) -> Any:
+    return lambda self, blocks: None
+
+
+def blocks_offered_as_if_the_drafter_had_followed(lacks_drafter_kv: Any) -> Any:
+    return lambda self, num_tokens: False
+
+
+def the_device_does_not_know_of_found_blocks(finish_plan: Any) -> Any:
+    def mutant(self: Scheduler, plan: PlanBuilder) -> StepPlan:
+        found = {each.slot for each in plan.admitted if each.num_drafter_kv is not None}
+        step = finish_plan(self, plan)
+        told = [slot for slot in step.no_drafts if slot not in found]
+        return dataclasses.replace(step, no_drafts=told)
+
+    return mutant
+
+
 VARIED_MUTANTS = [
     (Request, "lose_drafter_kv", drafts_go_on_after_a_gap, "drafts from|goes on otherwise"),
     (Request, "lose_drafter_kv", a_gap_begins_one_later, "drafts from|goes on otherwise"),
     (Scheduler, "_finish_plan", prompts_without_the_drafter, "drafts from|goes on otherwise"),
     (Scheduler, "_order_running", places_of_the_most_drafts, "no place in the step"),
+    (PrefixCache, "match", blocks_without_the_drafters_kv_for_drafts, "finds no drafter's KV"),
+    (PrefixCache, "num_drafter_kv", blocks_taken_to_have_the_drafters_kv, "drafts from"),
+    (
+        Request,
+        "lacks_drafter_kv",
+        blocks_offered_as_if_the_drafter_had_followed,
+        "goes on otherwise",
+    ),
+    (Scheduler, "_finish_plan", the_device_does_not_know_of_found_blocks, "drafts from"),
 ]
 
 
