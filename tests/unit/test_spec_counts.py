@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from stoop.bench.step_drafts import StepDrafts, shown_shares
 from stoop.cli.acceptance import print_acceptance
 from stoop.core.messages import Delta, EngineRequest
 from stoop.core.outputs import CompletionOutput, DecodeSteps, RequestOutput, SpecCounts
@@ -83,3 +84,15 @@ def test_the_table_tells_all_steps_from_those_with_drafts(
     assert capsys.readouterr().err == "no drafts were made in 40 steps\n"
     print_acceptance([answered(41, 40, None)], 0)
     assert capsys.readouterr().err == ""
+
+
+def test_shares_of_steps_by_drafts() -> None:
+    before = StepDrafts({0: 100, 3: 40}, 7)
+    made = StepDrafts({0: 100, 3: 240, 1: 50}, 9).since(before)
+    assert made == StepDrafts({3: 200, 1: 50}, 2)
+    every = StepDrafts.sum([made, StepDrafts({0: 1, 1: 749})])
+    assert every == StepDrafts({3: 200, 1: 799, 0: 1}, 2)
+    assert list(every.shares.items()) == [(3, 0.2), (1, 0.799), (0, 0.001)]
+    assert shown_shares(every.shares) == "3: 20%\n1: 80%\n0: <1%"
+    assert shown_shares(StepDrafts({0: 10}).shares) == shown_shares({}) == "-"
+    assert shown_shares({3: 0.0, 0: 1.0}) == "3: <1%\n0: 100%"
