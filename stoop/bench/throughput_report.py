@@ -33,7 +33,7 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
             _drafts(record["k"], record["adaptive"]),
             f"{record['tokens_per_s']:.1f}",
             _times(record["of_plain"]),
-            _times(record["of_best_fixed"]),
+            _times(record["of_best_fixed"], 3),
             _figure(record["tokens_per_step"]),
             "-" if record["share_with_drafts"] is None else f"{record['share_with_drafts']:.0%}",
             shown_shares(record["steps_by_drafts"] or {}),
@@ -72,8 +72,8 @@ def _drafts(k: int | str, adaptive: bool) -> str:
     return f"up to {k}" if adaptive and isinstance(k, int) else str(k)
 
 
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
+def _times(ratio: float | None, digits: int = 2) -> str:
+    return "-" if ratio is None else f"{ratio:.{digits}f}x"
 
 
 def _figure(value: float | None, digits: int = 2) -> str:

@@ -371,7 +371,7 @@ def test_a_number_from_the_drafter_adapts_if_the_drafter_says_so(
         assert found == [(0, False), (2, bool(adaptive))]
         assert sum(rows[1]["steps_by_drafts"].values()) == pytest.approx(1, abs=1e-4)
         cells = [line.split("│")[2].strip() for line in result[1].splitlines() if "x │" in line]
-        assert cells == ["plain", shown]
+        assert cells == ["plain", shown] and "1.000x │" in result[1]  # of the best
 
 
 # ---- before anything is measured ----
