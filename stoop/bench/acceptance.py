@@ -14,7 +14,7 @@ from typing import Any
 
 from stoop.bench.questions import Prompts, check_room
 from stoop.config.schema import Config
-from stoop.core.outputs import SpecCounts
+from stoop.core.outputs import DecodeSteps, SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 
@@ -56,6 +56,7 @@ class Run:
     """The answers to all questions of a file."""
 
     counts: SpecCounts  # with one position per requested draft
+    steps: DecodeSteps
     num_answers: int
     num_tokens: int
     seconds: float
@@ -88,6 +89,8 @@ class Row:
             "num_drafts": self.run.counts.num_drafts,  # steps that verified drafts
             "acceptance_rates": self.run.counts.acceptance_rates,
             "mean_acceptance_length": self.run.counts.mean_acceptance_length,
+            "tokens_per_step": self.run.steps.tokens_per_step,
+            "share_with_drafts": self.run.steps.share_with_drafts,
             "tokens_per_s": speed,
             "plain_tokens_per_s": plain,
             "speedup": speed / plain if speed and plain else None,
@@ -149,7 +152,8 @@ def _ask(
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - started
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Run(SpecCounts.sum(outputs, num_drafts), len(outputs), num_tokens, seconds)
+    counts, steps = SpecCounts.sum(outputs, num_drafts), DecodeSteps.of(outputs)
+    return Run(counts, steps, len(outputs), num_tokens, seconds)
 
 
 def _warm_up(llm: LLM, questions: Prompts, settings: AcceptanceSettings) -> None:
@@ -161,7 +165,7 @@ def _warm_up(llm: LLM, questions: Prompts, settings: AcceptanceSettings) -> None
 
 def _summary(place: tuple[str, float, int], run: Run) -> str:
     name, temperature, num_drafts = place
-    length = run.counts.mean_acceptance_length
+    length = run.steps.tokens_per_step or 1
     kind = f"K = {num_drafts}, {length:.2f} tokens per step" if num_drafts else "plain"
     return (
         f"{Path(name).stem}, temperature {temperature:g}, {kind}, {run.num_tokens} tokens in "

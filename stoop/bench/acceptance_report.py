@@ -12,6 +12,8 @@ from stoop.bench.report import print_json
 from stoop.bench.step import device_name
 from stoop.plotting import find_pyplot
 
+MOST = 0.95  # share of steps with drafts from which on their length says enough
+
 
 def print_acceptance(
     report: AcceptanceReport, model: str, drafter: dict[str, Any], out: Path | None
@@ -29,6 +31,8 @@ def print_acceptance(
         table.add_section()
     console = Console()
     console.print(table)
+    for note in filter(None, map(_note, report.rows)):
+        console.print(note, markup=False)
     console.print(
         "[dim]by position: share of drafts accepted; length: tokens per step with drafts; "
         f"tok/s: batch {settings.batch_size}, including prompts; plain: tok/s without drafts[/dim]"
@@ -51,7 +55,7 @@ def print_acceptance(
 
 
 def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
-    """Plot tokens per step by K, and acceptance by position at the largest K."""
+    """Plot tokens per step with drafts by K, and acceptance by position at the largest K."""
     pyplot = find_pyplot("plot", say)
     if pyplot is None:
         return
@@ -69,7 +73,7 @@ def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
         rates.plot(range(1, len(positions) + 1), positions, "o-", label=label)
     for axes in (lengths, rates):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    lengths.set(xlabel="K", ylabel="tokens per step")
+    lengths.set(xlabel="K", ylabel="tokens per step with drafts")
     rates.set(
         xlabel=f"draft, K = {report.rows[-1].num_drafts}", ylabel="share accepted", ylim=(0, 1)
     )
@@ -82,6 +86,17 @@ def draw_acceptance(report: AcceptanceReport, image: Path, say: Say) -> None:
 
 def _place(row: Row) -> tuple[str, float]:
     return row.questions, row.temperature
+
+
+def _note(row: Row) -> str:
+    """Lookups find drafts for some steps only, and the others make one token each."""
+    share, mean = row.run.steps.share_with_drafts, row.run.steps.tokens_per_step
+    if share is None or mean is None or share >= MOST:
+        return ""
+    return (
+        f"{Path(row.questions).stem}, T = {row.temperature:g}, K = {row.num_drafts}: {mean:.2f} "
+        f"tokens per step; {share:.0%} of the steps had drafts"
+    )
 
 
 def _cells(row: Row) -> list[str]:

@@ -41,7 +41,7 @@ def print_accuracy(
         console.print(note)
     console.print(
         "[dim]equal, first, gap: answers compared with the first row, token by token; logp: mean "
-        "log probability of a reference token; t/step: tokens per step[/dim]"
+        "log probability of a reference token; t/step: tokens per step with drafts[/dim]"
     )
     print_json(
         {

@@ -32,9 +32,10 @@ def print_harm(
         for problem in row.problems():
             console.print(f"{row.bug.report} {row.bug.label}: {problem}", style="red", markup=False)
     console.print(
-        "[dim]accepted: drafts by position; t/step: tokens per step; equal: answers as eager's; "
-        "first: first token that differs; right: correct answers; logp: mean log probability of a "
-        "reference token; ms: best of several runs, with and without the bug in turn[/dim]"
+        "[dim]accepted: drafts by position; t/step: tokens per step with drafts; equal: as "
+        "eager's; first: first token that differs; right: correct answers; logp: mean log "
+        "probability of a reference token; ms: best of several runs, with and without the bug "
+        "in turn[/dim]"
     )
     print_json(
         {

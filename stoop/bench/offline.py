@@ -13,6 +13,7 @@ import numpy as np
 
 from stoop.config.errors import ConfigError
 from stoop.config.schema import Config
+from stoop.core.outputs import DecodeSteps, RequestOutput
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 
@@ -49,6 +50,7 @@ class RunResult:
     load: Load
     seconds: float
     requests: list[TokenTimes]
+    steps: DecodeSteps
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +124,7 @@ def run(llm: LLM, load: Load) -> RunResult:
     """Generate for all requests at once and record the time of each token."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=load.output_len, ignore_eos=True)
-    requests: dict[str, TokenTimes] = {}
+    requests, last = dict[str, TokenTimes](), dict[str, RequestOutput]()
     started = time.perf_counter()
     for index, prompt in enumerate(random_prompts(llm, load)):
         request_id = f"bench-{index}"
@@ -132,10 +134,12 @@ def run(llm: LLM, load: Load) -> RunResult:
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
+            last[output.request_id] = output
             request = requests[output.request_id]
             new = len(output.outputs[0].token_ids) - len(request.times)
             request.times += [now - request.arrival] * new
-    return RunResult(load, time.perf_counter() - started, list(requests.values()))
+    seconds = time.perf_counter() - started
+    return RunResult(load, seconds, list(requests.values()), DecodeSteps.of(last.values()))
 
 
 def random_prompts(llm: LLM, load: Load) -> list[list[int]]:

@@ -14,6 +14,7 @@ from stoop.bench.peer import PeerLoad, PeerResult
 from stoop.bench.profile import KernelRow, short_name
 from stoop.bench.spec import SpecResult
 from stoop.bench.step import StepLoad, StepReport, device_name
+from stoop.bench.step_drafts import shown_shares
 from stoop.config.schema import Config
 
 PERCENTILES = (50, 90, 99)
@@ -142,13 +143,15 @@ def _latency_record(result: LatencyResult, single: float | None) -> dict[str, An
 
 def print_drafts(load: Load, results: list[SpecResult]) -> None:
     table = Table(title=f"speculation on a toy target, batch {load.num_requests}")
-    for column in ("head", "K", "tokens per step", "tok/s", "of plain"):
+    for column in ("head", "K", "tokens per step", "steps by drafts", "tok/s", "of plain"):
         table.add_column(column, justify="right")
     for result in results:
+        name, most, adaptive = result.drafting
         table.add_row(
-            result.drafter,
-            str(result.num_drafts),
-            f"{result.tokens_per_step:.2f}",
+            name,
+            f"up to {most}" if adaptive else str(most),
+            f"{result.steps.tokens_per_step or 1:.2f}",
+            shown_shares(result.made.shares),
             f"{result.tokens_per_s:.1f}",
             f"{result.speedup:.2f}x",
         )

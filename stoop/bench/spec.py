@@ -1,31 +1,65 @@
-"""The speedup of speculation with toy heads that are always right or always wrong."""
+"""The speedup of speculation with toy heads that are always right or always wrong.
+
+Each K is made in every step. Where the number of drafts can vary, an engine that chooses it, up to
+the largest K, runs beside them with each head.
+"""
 
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoop.bench.offline import Load, run
+from stoop.bench.step_drafts import StepDrafts
 from stoop.checkpoint import toy
+from stoop.core.outputs import DecodeSteps
+from stoop.engine.choose_drafter import may_vary
 from stoop.llm import LLM
 
 Start = Callable[[str, dict[str, Any]], LLM]
+
+
+class Drafting(NamedTuple):
+    """What an engine drafts."""
+
+    drafter: str  # none, right or useless
+    num_drafts: int  # the most, if it varies
+    adaptive: bool = False
+
+
+PLAIN = Drafting("none", 0)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run of an engine."""
+
+    tokens_per_s: float
+    steps: DecodeSteps
+    made: StepDrafts
 
 
 @dataclass(frozen=True)
 class SpecResult:
     """The result for one head and K."""
 
-    drafter: str  # none, right or useless
-    num_drafts: int
+    drafting: Drafting
     tokens_per_s: float
-    tokens_per_step: float
+    steps: DecodeSteps  # of all runs
+    made: StepDrafts
     speedup: float  # over plain decoding in the same run
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            **self.drafting._asdict(),
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_step": self.steps.tokens_per_step,
+            "share_with_drafts": self.steps.share_with_drafts,
+            **self.made.as_record(),
+            "speedup": self.speedup,
+        }
 
 
 def measure_drafts(
@@ -39,36 +73,49 @@ def measure_drafts(
     """Measure plain decoding and every K with both heads, in alternating runs."""
     with tempfile.TemporaryDirectory() as root:
         llms = _start_all(Path(root), draft_counts, num_layers, options, start)
-        speeds: dict[tuple[str, int], list[float]] = {key: [] for key in llms}
-        for turn in range(repeat + 1):
+        turns: dict[Drafting, list[Turn]] = {key: [] for key in llms}
+        for number in range(repeat + 1):
             for key, llm in llms.items():
-                speed = run(llm, load).tokens_per_s
-                if turn:  # the first round warms up
-                    speeds[key].append(speed)
-        median = {key: statistics.median(each) for key, each in speeds.items()}
-        return [
-            SpecResult(
-                drafter=name,
-                num_drafts=num_drafts,
-                tokens_per_s=median[name, num_drafts],
-                tokens_per_step=llm.metrics()["spec_decode_mean_acceptance_length"],
-                speedup=median[name, num_drafts] / median["none", 0],
-            )
-            for (name, num_drafts), llm in llms.items()
-        ]
+                turn = _take_turn(llm, load)
+                if number:  # the first round warms up
+                    turns[key].append(turn)
+    median = {key: statistics.median(t.tokens_per_s for t in each) for key, each in turns.items()}
+    return [
+        SpecResult(
+            drafting=key,
+            tokens_per_s=median[key],
+            steps=DecodeSteps.sum(turn.steps for turn in each),
+            made=StepDrafts.sum(turn.made for turn in each),
+            speedup=median[key] / median[PLAIN],
+        )
+        for key, each in turns.items()
+    ]
+
+
+def _take_turn(llm: LLM, load: Load) -> Turn:
+    before = StepDrafts.until_now(llm.metrics())
+    found = run(llm, load)
+    made = StepDrafts.until_now(llm.metrics()).since(before)
+    return Turn(found.tokens_per_s, found.steps, made)
 
 
 def _start_all(
     root: Path, draft_counts: Sequence[int], num_layers: int, options: dict[str, Any], start: Start
-) -> dict[tuple[str, int], LLM]:
+) -> dict[Drafting, LLM]:
     target = str(toy.write_target(root / "target", num_layers))
     right = toy.write_head(root / "right", "eagle3")
     # A head that knows only one token is almost always wrong.
     useless = toy.write_head(root / "useless", "eagle3", knows=frozenset({0}))
-    llms = {("none", 0): start(target, options)}
+    plain = start(target, options)
+    config = plain.config
+    chosen = [(num_drafts, False) for num_drafts in draft_counts]
+    if may_vary(config.graph.mode, config.device.device, config.schedule.run_ahead):
+        chosen.append((max(draft_counts), True))
+    llms = {PLAIN: plain}
     for name, head in (("right", right), ("useless", useless)):
-        for num_drafts in draft_counts:
-            spec = {"method": "eagle3", "model": str(head), "adaptive": False}
+        for num_drafts, adaptive in chosen:
+            spec = {"method": "eagle3", "model": str(head), "adaptive": adaptive}
             spec["num_speculative_tokens"] = num_drafts
-            llms[name, num_drafts] = start(target, {**options, "speculative_config": spec})
+            llm = start(target, {**options, "speculative_config": spec})
+            llms[Drafting(name, num_drafts, adaptive)] = llm
     return llms

@@ -19,10 +19,11 @@ import torch
 
 from stoop.bench.offline import Load, check_length, random_prompts
 from stoop.bench.questions import check_room, spread
+from stoop.bench.step_drafts import StepDrafts
 from stoop.config.errors import MemoryShortage
 from stoop.config.schema import CacheConfig, Config, SpecConfig
 from stoop.config.speculation import MAX_DRAFTS
-from stoop.core.outputs import RequestOutput, SpecCounts
+from stoop.core.outputs import DecodeSteps, RequestOutput, SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from stoop.llm import LLM
 
@@ -84,6 +85,8 @@ class LoadRun:
     seconds: float
     num_tokens: int
     counts: SpecCounts
+    steps: DecodeSteps
+    made: StepDrafts
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,12 +107,19 @@ class LoadRow:
     def tokens_per_s(self) -> float:
         return statistics.median(run.tokens_per_s for run in self.runs)
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Of a request, in steps that verified drafts; None without drafts."""
-        num_steps = sum(run.counts.num_drafts for run in self.runs)
+    def draft_record(self) -> dict[str, Any]:
+        """Tokens per step of a request, and how many drafts steps made; None without a drafter."""
+        num_drafts = sum(run.counts.num_drafts for run in self.runs)
         num_accepted = sum(run.counts.num_accepted_tokens for run in self.runs)
-        return 1 + num_accepted / num_steps if num_steps else None
+        steps = DecodeSteps.sum(run.steps for run in self.runs)
+        made = StepDrafts.sum(run.made for run in self.runs)
+        found = {
+            "tokens_per_step": steps.tokens_per_step,
+            "share_with_drafts": steps.share_with_drafts,
+            "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else None,
+            **made.as_record(),
+        }
+        return found if self.drafts else dict.fromkeys(found)
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,7 @@ class LoadReport:
             "num_requests": row.num_requests,
             "tokens_per_s": row.tokens_per_s,
             "tokens_per_s_all": [run.tokens_per_s for run in row.runs],
-            "tokens_per_step": row.tokens_per_step,
+            **row.draft_record(),
             "of_plain": row.tokens_per_s / plain if plain else None,
             "of_best_fixed": row.tokens_per_s / best if best else None,
         }
@@ -223,7 +233,7 @@ def _run(
 ) -> LoadRun:
     engine, outputs = llm.engine, list[RequestOutput]()
     waiting: Iterator[tuple[int, list[int]]] = enumerate(prompts)
-    num_running = 0
+    num_running, before = 0, StepDrafts.until_now(llm.metrics())
     started = time.perf_counter()
     while len(outputs) < len(prompts):
         if not (in_groups and num_running):
@@ -235,7 +245,9 @@ def _run(
         outputs += ended
     seconds = time.perf_counter() - started
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return LoadRun(seconds, num_tokens, SpecCounts.sum(outputs, 0))
+    made = StepDrafts.until_now(llm.metrics()).since(before)
+    counts, steps = SpecCounts.sum(outputs, 0), DecodeSteps.of(outputs)
+    return LoadRun(seconds, num_tokens, counts, steps, made)
 
 
 def shaped_sizes(traffic: Traffic, engine: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from stoop.bench.json_line import print_json
 from stoop.bench.step import device_name
+from stoop.bench.step_drafts import shown_shares
 from stoop.bench.throughput import LoadReport
 
 
@@ -19,7 +20,8 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
         lengths = f"questions, up to {traffic.output_len} answer tokens"
     where = f"{config.device.dtype} on {config.device.device}"
     table = Table(title=f"throughput of {name}: {lengths}, {where}")
-    columns = ["at once", "K", "tok/s", "of plain", "of best K", "tokens per step"]
+    columns = ["at once", "K", "tok/s", "of plain", "of best K"]
+    columns += ["tokens per step", "with drafts", "steps by drafts"]
     if report.peer is not None:
         columns += [f"{report.peer.engine} tok/s", "ratio"]
     for column in columns:
@@ -31,8 +33,10 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
             _drafts(record["k"], record["adaptive"]),
             f"{record['tokens_per_s']:.1f}",
             _times(record["of_plain"]),
-            _times(record["of_best_fixed"]),
+            _times(record["of_best_fixed"], 3),
             _figure(record["tokens_per_step"]),
+            "-" if record["share_with_drafts"] is None else f"{record['share_with_drafts']:.0%}",
+            shown_shares(record["steps_by_drafts"] or {}),
         ]
         if report.peer is not None:
             cells += [_figure(record["peer_tokens_per_s"], 1), _times(record["of_peer"])]
@@ -41,7 +45,9 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         "[dim]of plain, of best K: tokens/s relative to plain decoding and to the best fixed "
-        "number of drafts at the same load[/dim]"
+        "number of drafts at the same load; tokens per step: of a request, after its prompt; with "
+        "drafts: share of these steps that had drafts to verify; steps by drafts: share of the "
+        "engine's steps, prompts included, by how many drafts they made[/dim]"
     )
     print_json(
         {
@@ -66,8 +72,8 @@ def _drafts(k: int | str, adaptive: bool) -> str:
     return f"up to {k}" if adaptive and isinstance(k, int) else str(k)
 
 
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
+def _times(ratio: float | None, digits: int = 2) -> str:
+    return "-" if ratio is None else f"{ratio:.{digits}f}x"
 
 
 def _figure(value: float | None, digits: int = 2) -> str:

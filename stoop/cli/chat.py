@@ -19,6 +19,7 @@ from stoop.cli.start import start_llm
 from stoop.cli.streams import as_text
 from stoop.config.errors import RequestError
 from stoop.config.schema import DEFAULT_MODEL
+from stoop.core.outputs import RequestOutput
 from stoop.core.sampling_params import SamplingParams
 
 HELP = "Ctrl-C stops an answer; /reset starts over; /exit or Ctrl-D quits."
@@ -45,8 +46,9 @@ def chat(
     llm = start_llm(model, engine)
     llm.get_tokenizer().render_chat([{"role": "user", "content": "?"}])  # refuse early
     print(HELP, file=sys.stderr)
-    _converse(Conversation(llm, system, sampling), LineReader())
-    print_acceptance(llm.engine.scheduler.stats.spec)
+    conversation = Conversation(llm, system, sampling)
+    _converse(conversation, LineReader())
+    print_acceptance(conversation.outputs, llm.config.schedule.num_drafts)
 
 
 def _converse(conversation: "Conversation", lines: LineReader) -> None:
@@ -70,6 +72,7 @@ class Conversation:
         self.sampling = sampling
         self.opening = [{"role": "system", "content": system}] if system else []
         self.turns: list[dict[str, str]] = []
+        self.outputs: list[RequestOutput] = []  # the last one of every answer
 
     def reset(self) -> None:
         self.turns = []
@@ -83,22 +86,28 @@ class Conversation:
             self.turns.pop()
             print(f"error: {error}", file=sys.stderr)
             return
-        answer, shown, started = None, "", time.perf_counter()
+        output, shown, started = None, "", time.perf_counter()
         stream = self.llm.stream(prompt_ids, self.sampling)
         with logs_held():
             try:
                 for output in stream:
-                    answer = output.outputs[0]
-                    print(answer.text[len(shown) :], end="", flush=True)
-                    shown = answer.text
+                    text = output.outputs[0].text
+                    print(text[len(shown) :], end="", flush=True)
+                    shown = text
             except KeyboardInterrupt:
                 stream.close()
                 print(" [stopped]", end="")
             print(flush=True)
-        seconds = time.perf_counter() - started
-        num_tokens = len(answer.token_ids) if answer is not None else 0
-        print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
+            self._count(output, time.perf_counter() - started)
         self.turns.append({"role": "assistant", "content": shown})
+
+    def _count(self, output: RequestOutput | None, seconds: float) -> None:
+        """Print an answer's speed. output: None if it was stopped before its first token"""
+        num_tokens = 0
+        if output is not None:
+            self.outputs.append(output)
+            num_tokens = len(output.outputs[0].token_ids)
+        print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
 
     def _prompt_ids(self) -> list[int]:
         """Encode the conversation, dropping the oldest turns if an answer would not fit."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import time
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ from stoop.cli.start import start_llm
 from stoop.cli.streams import json_line
 from stoop.config.errors import RequestError
 from stoop.config.schema import DEFAULT_MODEL
-from stoop.core.outputs import RequestOutput, SpecCounts
+from stoop.core.outputs import RequestOutput
 from stoop.core.sampling_params import SamplingParams
 
 WARM_TOKENS = 8
@@ -70,14 +71,15 @@ def generate(
     shown = len(ready) == 1 and sampling.n == 1 and not as_json
     if beside_plain:
         _warm_up(llm, ready[0], sampling)
-    outputs, seconds = _answer(llm, ready, sampling, shown)
-    if as_json:
-        _print_json(outputs, seconds, llm.metrics())
-        return
-    if not shown:
-        _print_answers(prompts, outputs)
-    print(_summary(outputs, seconds), file=sys.stderr)
-    print_acceptance(SpecCounts.sum(outputs, llm.config.schedule.num_drafts))
+    with logs_held() if shown else nullcontext():  # until the answer and its speed are shown
+        outputs, seconds = _answer(llm, ready, sampling, shown)
+        if as_json:
+            _print_json(outputs, seconds, llm.metrics())
+            return
+        if not shown:
+            _print_answers(prompts, outputs)
+        print(_summary(outputs, seconds), file=sys.stderr)
+        print_acceptance(outputs, llm.config.schedule.num_drafts)
     if beside_plain and llm.config.spec is None:
         print(
             "there were no drafts, so this is the plain speed (-sc sets a drafter)", file=sys.stderr
@@ -127,14 +129,13 @@ def _stream(llm: Any, prompt: Any, sampling: SamplingParams, silent: bool) -> Re
     """Print an answer as it grows."""
     shown = 0
     output: RequestOutput | None = None
-    with logs_held():
-        for output in llm.stream(prompt, sampling):
-            text = output.outputs[0].text
-            if not silent:
-                print(text[shown:], end="", flush=True)
-            shown = len(text)
+    for output in llm.stream(prompt, sampling):
+        text = output.outputs[0].text
         if not silent:
-            print(flush=True)
+            print(text[shown:], end="", flush=True)
+        shown = len(text)
+    if not silent:
+        print(flush=True)
     assert output is not None
     return output
 

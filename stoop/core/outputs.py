@@ -82,6 +82,39 @@ class SpecCounts:
         }
 
 
+@dataclass(frozen=True)
+class DecodeSteps:
+    """Steps of requests after their prompts, whether these had drafts or not."""
+
+    num_steps: int = 0
+    num_tokens: int = 0  # that these steps added to the answers
+    num_with_drafts: int = 0  # steps that verified drafts
+
+    @staticmethod
+    def of(outputs: "Iterable[RequestOutput]") -> "DecodeSteps":
+        """The sum over all answers. The step that ends a prompt brings the first token."""
+        answers = [answer for output in outputs for answer in output.outputs]
+        return DecodeSteps(
+            sum(answer.num_decode_steps for answer in answers),
+            sum(max(len(answer.token_ids) - 1, 0) for answer in answers),
+            sum(answer.spec.num_drafts for answer in answers if answer.spec is not None),
+        )
+
+    @staticmethod
+    def sum(parts: "Iterable[DecodeSteps]") -> "DecodeSteps":
+        found = [(each.num_steps, each.num_tokens, each.num_with_drafts) for each in parts]
+        return DecodeSteps(*map(sum, zip(*found, strict=True)))
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """None without steps."""
+        return self.num_tokens / self.num_steps if self.num_steps else None
+
+    @property
+    def share_with_drafts(self) -> float | None:
+        return self.num_with_drafts / self.num_steps if self.num_steps else None
+
+
 class DeferredFields:
     """Lets an output compute some of its fields when they are first read.
 
@@ -133,6 +166,7 @@ class CompletionOutput(DeferredFields):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spec: SpecCounts | None = None  # of this answer; None if the engine does not speculate
+    num_decode_steps: int = 0  # steps after the one that ended the prompt
 
     def finished(self) -> bool:
         """Whether the answer is complete."""

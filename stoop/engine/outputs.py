@@ -45,6 +45,7 @@ class Answer:
         self.admitted: float | None = None  # on the clock of `time.perf_counter`
         self.num_dropped = 0  # tokens that came after a stop string in the same step
         self.spec = SpecCounts.of(num_drafts) if num_drafts else None
+        self.num_decode_steps = 0  # with drafts or without
         self.draft_positions: list[int] | None = None  # one per token; a stream keeps them
         self._has_text = tokenizer is not None and self.params.detokenize
         # Whether deltas have to be read into text or scores.
@@ -79,6 +80,9 @@ class Answer:
             self.admitted = delta.admitted
         if delta.num_drafts and self.spec is not None:
             self.spec.add(delta.num_drafts, delta.num_accepted)
+        # One that found no next token had drafts, and may have brought none.
+        if self.token_ids and (delta.token_ids or delta.num_drafts):
+            self.num_decode_steps += 1
         self.token_ids += delta.token_ids
         if self.draft_positions is not None:
             self._note_positions(delta)
@@ -196,6 +200,7 @@ class Answer:
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "spec": None if self.spec is None else self.spec.copy(),
+            "num_decode_steps": self.num_decode_steps,
         }
         if self.finished:
             logprobs = None if self.logprobs is None else list(self.logprobs)

@@ -16,6 +16,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1
 FIELDS = {
     *("questions", "temperature", "k", "num_answers", "num_tokens", "num_drafts"),
     *("acceptance_rates", "mean_acceptance_length"),
+    *("tokens_per_step", "share_with_drafts"),
     *("tokens_per_s", "plain_tokens_per_s", "speedup"),
 }
 
@@ -53,7 +54,10 @@ def test_a_table_a_file_and_a_json_line(
     assert code == 0, progress
     record = json.loads(shown.splitlines()[-1])
     assert json.loads(out.read_text()) == record
-    assert "by position" in shown and "engine 1 of 3: chat, temperature 0, K = 2" in progress
+    assert (
+        "of the steps had drafts" in shown
+        and "engine 1 of 3: chat, temperature 0, K = 2" in progress
+    )
     assert plot.exists() == bool(drawn)
     assert (record["bench"], record["batch_size"], record["max_tokens"]) == ("acceptance", 1, 12)
     assert record["speculative_config"]["method"] == "ngram"
@@ -66,8 +70,12 @@ def test_a_table_a_file_and_a_json_line(
         assert row["num_answers"] == 2 and row["num_tokens"] <= 24
         assert len(row["acceptance_rates"]) == row["k"]
         rates, length = row["acceptance_rates"], row["mean_acceptance_length"]
+        # The first tokens come with the prompts; lookups find drafts for some steps only.
+        num_steps = round((row["num_tokens"] - 2) / row["tokens_per_step"])
+        assert row["num_drafts"] < num_steps and row["tokens_per_step"] <= length
         # The last steps of an answer have room for fewer drafts.
         assert 1 + rates[0] - 1e-3 <= length <= 1 + sum(rates) + 1e-3
+        assert row["share_with_drafts"] == pytest.approx(row["num_drafts"] / num_steps, rel=1e-4)
         assert row["plain_tokens_per_s"] > 0
         assert (row["tokens_per_s"] is None) == (row["speedup"] is None) == (row["k"] != 2)
 

@@ -13,6 +13,7 @@ import pytest
 
 from stoop.bench import shapes
 from stoop.bench.shape_configs import SHAPES
+from stoop.bench.step_drafts import StepDrafts
 from stoop.bench.throughput import (
     LoadReport,
     LoadRow,
@@ -25,7 +26,7 @@ from stoop.bench.throughput import (
     sized_cache,
 )
 from stoop.config.errors import ConfigError, MemoryShortage
-from stoop.core.outputs import SpecCounts
+from stoop.core.outputs import DecodeSteps, SpecCounts
 from stoop.core.sampling_params import SamplingParams
 from support.tiny_shapes import TINY, TINY_QWEN
 
@@ -55,6 +56,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.running: list[tuple[str, list[int]]] = []
         self.most, self.num_steps = 0, 0
+        self.by_drafts = {0: 100, 1: 40, 3: 40}
         self.started_beside: list[int] = []  # for each request: how many ran when it started
 
     def add_request(self, name: str, prompt: list[int], params: Any, final_only: bool) -> None:
@@ -63,12 +65,17 @@ class FakeEngine:
         self.running.append((name, prompt))
         self.most = max(self.most, len(self.running))
 
+    def metrics(self) -> dict[str, Any]:
+        not_made = 7 + 2 * self.num_steps
+        return {"num_steps_by_drafts": self.by_drafts, "num_drafts_not_made": not_made}
+
     def step(self) -> list[Any]:
         self.num_steps += 1
+        self.by_drafts[1 + 2 * (self.num_steps % 2)] += 1
         if self.num_steps % 2:
             return []
         name, prompt = self.running.pop(0)
-        answer = SimpleNamespace(token_ids=prompt, spec=SpecCounts(2, 4, 1))
+        answer = SimpleNamespace(token_ids=prompt, spec=SpecCounts(2, 4, 1), num_decode_steps=5)
         return [SimpleNamespace(request_id=name, outputs=[answer])]
 
 
@@ -77,8 +84,12 @@ def test_no_more_run_than_the_load_says(in_groups: bool) -> None:
     engine = FakeEngine()
     prompts = [[1] * length for length in (1, 2, 3, 4, 5, 6, 7)]
     params = SamplingParams(max_tokens=4)
-    done = _run(SimpleNamespace(engine=engine), prompts, params, 3, in_groups)  # type: ignore[arg-type]
+    llm: Any = SimpleNamespace(engine=engine, metrics=engine.metrics)
+    done = _run(llm, prompts, params, 3, in_groups)
     assert done.num_tokens == 28 and done.counts.num_accepted_tokens == 7
+    assert done.steps == DecodeSteps(num_steps=35, num_tokens=21, num_with_drafts=14)
+    # Those of the run: there were 100 and 40 before it.
+    assert done.made == StepDrafts({3: 7, 1: 7}, 28)
     assert engine.most == 3 and not engine.running
     # In groups, only as one of a new group; else beside two that go on.
     expected = [0, 1, 2, 0, 1, 2, 0] if in_groups else [0, 1, 2, 2, 2, 2, 2]
@@ -115,8 +126,10 @@ def test_a_part_of_the_questions_is_spread_over_the_file() -> None:
 def row(
     load: int, drafts: int | str, *speeds: float, accepted: int = 0, adaptive: bool = False
 ) -> LoadRow:
-    steps = 10 if drafts else 0
-    runs = [LoadRun(2.0, round(2 * speed), SpecCounts(steps, 30, accepted)) for speed in speeds]
+    """10 of 40 steps verify drafts."""
+    steps = DecodeSteps(40, 40 + accepted, 10 if drafts else 0)
+    counts, made = SpecCounts(steps.num_with_drafts, 30, accepted), StepDrafts({0: 60, 3: 20}, 5)
+    runs = [LoadRun(2.0, round(2 * speed), counts, steps, made) for speed in speeds]
     return LoadRow(load, drafts, 4 * load, runs, adaptive or drafts == "auto")
 
 
@@ -140,7 +153,13 @@ def test_ratios_are_those_of_the_same_load() -> None:
     assert found[8, "auto"]["of_best_fixed"] == 0.95  # plain is the best there
     assert found[8, 7]["of_best_fixed"] == 1.25
     assert [found[key]["adaptive"] for key in ((1, 3), (1, "auto"), (8, 7))] == [False, True, True]
-    assert found[1, 3]["tokens_per_step"] == 2.2 and found[1, 0]["tokens_per_step"] is None
+    drafted, plain = found[1, 3], found[1, 0]
+    assert (drafted["tokens_per_step"], drafted["share_with_drafts"]) == (1.3, 0.25)
+    assert drafted["mean_acceptance_length"] == 2.2  # in those steps
+    assert drafted["steps_by_drafts"] == {3: 0.25, 0: 0.75}
+    assert drafted["num_drafts_not_made"] == 3 * 5
+    names = ("tokens_per_step", "share_with_drafts", "mean_acceptance_length", "steps_by_drafts")
+    assert {plain[name] for name in (*names, "num_drafts_not_made")} == {None}
     assert (found[1, 0]["peer_tokens_per_s"], found[1, 0]["of_peer"]) == (50, 2)
     assert found[8, 0]["of_peer"] is found[1, "auto"]["of_peer"] is None
 
@@ -169,13 +188,14 @@ class FakeLLM:
         schedule, device = SimpleNamespace(adaptive=drafts == "auto"), SimpleNamespace(device=place)
         self.config = SimpleNamespace(schedule=schedule, spec=None, device=device)
         self.drafts, self.order, self.waiting = drafts, order, list[str]()
+        self.metrics = lambda: {"num_steps_by_drafts": {}, "num_drafts_not_made": 0}
 
     def add(self, name: str, *_: Any, final_only: bool) -> None:
         self.waiting.append(name)
 
     def step(self) -> list[Any]:
         self.order.append(self.drafts)
-        answer = SimpleNamespace(token_ids=[1], spec=SpecCounts(0, 0, 0))
+        answer = SimpleNamespace(token_ids=[1], spec=SpecCounts(0, 0, 0), num_decode_steps=0)
         done, self.waiting = self.waiting, []
         return [SimpleNamespace(request_id=name, outputs=[answer]) for name in done]
 
@@ -240,6 +260,7 @@ def test_a_shape_by_load_and_k(stoop: Stoop) -> None:
     for each in rows:
         assert len(each["tokens_per_s_all"]) == 2 and each["tokens_per_s"] > 0
         assert each["tokens_per_step"] == (1 if each["k"] else None)  # none is accepted
+        assert each["steps_by_drafts"] == ({"2": 1} if each["k"] else None)
         assert "peer_tokens_per_s" not in each
     assert [each["of_plain"] for each in rows[::2]] == [1, 1]
     for load in (1, 3):
@@ -348,8 +369,9 @@ def test_a_number_from_the_drafter_adapts_if_the_drafter_says_so(
         rows = record_of(result)["rows"]
         found = [(each["k"], each["adaptive"]) for each in rows]
         assert found == [(0, False), (2, bool(adaptive))]
+        assert sum(rows[1]["steps_by_drafts"].values()) == pytest.approx(1, abs=1e-4)
         cells = [line.split("│")[2].strip() for line in result[1].splitlines() if "x │" in line]
-        assert cells == ["plain", shown]
+        assert cells == ["plain", shown] and "1.000x │" in result[1]  # of the best
 
 
 # ---- before anything is measured ----

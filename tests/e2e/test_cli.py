@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from stoop import LLM, __version__
 from stoop.check.mutants import harness
 from stoop.check.mutants.base import Mutant
 from stoop.cli.main import main
+from stoop.engine.engine import Engine
 from support.terminal import Terminal
 
 STOOP = [sys.executable, "-c", "from stoop.cli.main import main; main()"]
@@ -78,6 +81,53 @@ def test_beside_plain_changes_no_answer(stoop: Stoop, text_model: Path) -> None:
     code, compared, told = stoop("generate", str(text_model), *args, "--beside-plain")
     assert code == 0 and "the same answer" in told, told
     assert (0, compared) == stoop("generate", str(text_model), *args)[:2]
+
+
+def test_tokens_per_step_are_those_of_all_steps(stoop: Stoop, text_model: Path) -> None:
+    """Not only of those that had drafts, which a lookup finds now and then."""
+    args = ["--prompt", "abababab", "--max-tokens", "40", "--ignore-eos", *QUICK, *NGRAM]
+    code, _, told = stoop("generate", str(text_model), *args)
+    assert code == 0, told
+    (row,) = [line for line in told.splitlines() if line.startswith("│ accepted")]
+    every, share, drafted = [cell.strip() for cell in row.split("│")[-4:-1]]
+    code, shown, _ = stoop("generate", str(text_model), *args, "--json")
+    record, last = map(json.loads, shown.splitlines())
+    (answer,), metrics = record["outputs"], last["metrics"]
+    assert answer["num_decode_steps"] == metrics["num_steps"] - 1  # the prompt's
+    num_drafted = answer["spec_decode_num_drafts"]
+    assert 0 < num_drafted < answer["num_decode_steps"]
+    assert every == f"{39 / answer['num_decode_steps']:.2f}" < drafted
+    assert share == f"{num_drafted / answer['num_decode_steps']:.0%}"
+    assert drafted == f"{metrics['spec_decode_mean_acceptance_length']:.2f}"
+
+
+def test_chat_counts_the_steps_of_all_turns(
+    stoop: Stoop, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nhi\n"))
+    args = ["--max-tokens", "5", "--ignore-eos", "--num-speculative-tokens", "0", *QUICK, *NGRAM]
+    code, _, told = stoop("chat", str(text_model), *args)
+    assert code == 0 and told.endswith("no drafts were made in 8 steps\n"), told
+
+
+def test_what_is_logged_comes_after_the_speed(
+    stoop: Stoop, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stand between an answer and its statistics."""
+    step, log = Engine.step, logging.getLogger("stoop.test")
+
+    def noisy(self: Engine) -> Any:
+        log.warning("the cores are busy")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", noisy)
+    for args in (["generate", "-p", "hi"], ["chat", "--seed", "1"]):
+        monkeypatch.setattr(logging.root, "handlers", [])  # else the command adds none
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        options = ["--max-tokens", "3", "--ignore-eos", *QUICK]
+        code, _, told = stoop(args[0], str(text_model), *args[1:], *options)
+        assert code == 0
+        assert told.index(" tokens/s") < told.index("the cores are busy"), told
 
 
 def test_generate_json_is_json(stoop: Stoop, text_model: Path) -> None:

@@ -25,7 +25,7 @@ from stoop.scheduler.plan import PlanBuilder
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.scheduler import Scheduler
 from support.draft_policies import RandomDrafts
-from support.drafters import MODES, DrafterStore, make_spec_llm, pairwise, run
+from support.drafters import MODES, DrafterStore, assert_same_drafts, make_spec_llm, pairwise, run
 from support.engines import generate_ids
 
 EVERY = bool(os.environ.get("STOOP_TEST_ALL"))
@@ -64,10 +64,7 @@ def check(llm: LLM, most: int, expected: Trace) -> Trace:
     trace = run(llm, most)
     assert trace.answers == expected.answers
     assert trace.finish_reasons == expected.finish_reasons
-    common = trace.drafts.keys() & expected.drafts.keys()
-    for key in common:
-        made = trace.drafts[key]
-        assert made == expected.drafts[key][: len(made)], key
+    assert_same_drafts(trace, expected)
     llm.engine.scheduler.check_idle()
     return trace
 
@@ -203,6 +200,16 @@ def test_a_start_says_where_drafts_are_made(
     assert line in capsys.readouterr().err
     found = [each.getMessage() for each in caplog.records if each.name == "stoop.engine.build"]
     assert len(found) == (warning is not None) and all(warning in each for each in found)
+
+
+def test_drafts_after_other_texts_prove_nothing(expected: Any) -> None:
+    """Nor do drafts that were not made."""
+    wanted = expected("eagle3-noisy", 3)
+    elsewhere = {(f"other {name}", known): made for (name, known), made in wanted.drafts.items()}
+    for drafts, problem in ((elsewhere, "text"), ({key: [] for key in wanted.drafts}, "drafts")):
+        with pytest.raises(AssertionError, match=f"hardly any {problem}"):
+            assert_same_drafts(Trace(drafts=drafts), wanted)
+    assert_same_drafts(wanted, wanted)
 
 
 # ---- bugs put back ----

@@ -20,7 +20,7 @@ from stoop.models.mtp import MtpHead
 from stoop.worker.output import LaunchedStep
 from support.checkpoints import VOCAB_SIZE
 from support.draft_policies import RandomDrafts
-from support.drafters import BACKENDS, MODES, Drafter, Trace, make_spec_llm, run
+from support.drafters import BACKENDS, MODES, Drafter, Trace, assert_same_drafts, make_spec_llm, run
 from support.engines import make_llm
 from support.huggingface import make_prompt
 from support.mtp_checkpoints import MtpOracle, make_agreeing_pair, make_pair
@@ -227,9 +227,7 @@ def test_any_number_of_drafts_changes_nothing(
     trace = run(llm, NUM_DRAFTS)
     assert trace.answers == plain.answers
     assert trace.metrics["num_computed_again"] > 0
-    for key in trace.drafts.keys() & eager.drafts.keys():
-        made = trace.drafts[key]
-        assert made == eager.drafts[key][: len(made)]
+    assert_same_drafts(trace, eager)
 
 
 @pytest.mark.parametrize("mode", ["full_and_piecewise", *(["step"] if EVERY else [])])

@@ -192,6 +192,22 @@ def run(llm: LLM, num_tokens: int) -> Trace:
     return answer_arrivals(llm, num_tokens, min(llm.config.model.vocab_size, toy.SIZE))
 
 
+def assert_same_drafts(found: Trace, expected: Trace) -> None:
+    """Drafts after the same text are the same, as many as were made, and there are enough of them.
+
+    The number varied only in `found`, so steps end at other places: 79 % or more of the places of
+    `expected` were reached, and 37 % or more of those with drafts there have drafts in both.
+    """
+    common = found.drafts.keys() & expected.drafts.keys()
+    for key in common:
+        made = found.drafts[key]
+        assert made == expected.drafts[key][: len(made)], key
+    num_compared = sum(bool(found.drafts[key]) for key in common)
+    num_possible = sum(bool(expected.drafts[key]) for key in common)
+    assert len(common) > 0.7 * len(expected.drafts), "hardly any text is the same"
+    assert num_compared > 0.3 * num_possible > 0, "hardly any drafts were compared"
+
+
 def pairwise(*dimensions: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """A few combinations that cover every pair of values of two dimensions, always the same."""
     source, num_tries = random.Random(2), 20

@@ -129,7 +129,8 @@ def spec(
     """Measure the best-case gain and the worst-case cost of speculation on a toy model.
 
     Prints tokens/s for each K with a head whose drafts are always right and with one whose drafts
-    are always wrong.
+    are always wrong; where the number of drafts can vary, also with one that the engine chooses
+    for each step, up to the largest K.
     """
     counts, input_len = parse_sizes(k), 8
     options = {
