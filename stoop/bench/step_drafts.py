@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepDrafts:
-    """Steps by the number of drafts that they made for each request."""
+    """Steps by the number of drafts that was chosen for each request."""
 
     num_steps: Mapping[int, int] = field(default_factory=dict)
     num_not_made: int = 0  # drafts that decodes asked for, in steps that made fewer

@@ -20,7 +20,7 @@ class SchedulerStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     spec: SpecCounts = field(default_factory=SpecCounts)
-    num_steps_by_drafts: dict[int, int] = field(default_factory=dict)  # made for each request
+    num_steps_by_drafts: dict[int, int] = field(default_factory=dict)  # chosen for each request
     num_drafts_not_made: int = 0  # for decodes, in steps that made fewer than these asked for
 
     def add_step(self, rows: Iterable[PlannedRow], num_drafts: int, most: int) -> None:

@@ -146,7 +146,7 @@ CORE_COUNTER_GROUPS = (
     Metric(
         "num_steps_by_drafts",
         "steps_by_drafts",
-        "Steps, by how many drafts they made for each request.",
+        "Steps, by how many drafts were chosen for each request.",
         label="drafts",
     ),
     Metric(
