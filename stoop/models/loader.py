@@ -21,6 +21,8 @@ from stoop.models.packed_weights import find_origin, map_saved, save, store_quan
 from stoop.models.registry import find_family
 
 DUMMY_STD = 0.02
+LM_HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+SAMPLED_ROWS = 64  # that tell a stored LM head from the embedding
 
 Built = TypeVar("Built", bound=Module)
 
@@ -181,6 +183,27 @@ def _check_weights(model: Model, reader: WeightReader) -> None:
     check_names({view.name for view in views}, stored.keys(), "the checkpoint")
     for view in views:
         check_shape(view.name, reader.shape(view.name), view.shape)
+    _check_tie(model, reader)
+
+
+def _check_tie(model: Model, reader: WeightReader) -> None:
+    """Refuse a tied LM head whose stored matrix is another than the embedding's.
+
+    Some rows tell: an LM head of its own differs everywhere.
+    """
+    names = [view.name for view in model.weight_views() if view.name.endswith(EMBEDDING)]
+    if not model.lm_head.tied or LM_HEAD not in reader.names() or not names:
+        return
+    embedding, num_rows = names[0], reader.shape(LM_HEAD)[0]
+    places = range(0, num_rows, -(-num_rows // SAMPLED_ROWS))
+    alike = reader.shape(LM_HEAD) == reader.shape(embedding)
+    if not alike or not torch.equal(
+        reader.rows(LM_HEAD, places).float(), reader.rows(embedding, places).float()
+    ):
+        raise CheckpointError(
+            f"config.json has tie_word_embeddings=true, but {LM_HEAD} differs from {embedding}: "
+            "set it to false, or remove that tensor"
+        )
 
 
 def _stored(model: Model, reader: WeightReader) -> dict[str, str]:

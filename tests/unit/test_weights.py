@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stoop import LLM, SamplingParams
 from stoop.checkpoint import toy
+from stoop.config.errors import CheckpointError
 from stoop.config.schema import DeviceConfig
 from stoop.layers.embedding import Embedding, OutputHead
 from stoop.layers.linear import FusedLinear
@@ -203,6 +204,27 @@ def write_model(folder: Path, tied: bool = False) -> Path:
     tensors = {name: t / t.shape[-1] ** 0.5 if t.dim() > 1 else t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+@pytest.mark.parametrize("change", ["none", "dtype", "values", "shape"])
+def test_a_tied_lm_head_that_is_stored_must_be_the_embedding(tmp_path: Path, change: str) -> None:
+    """transformers would not tie them then, so the answers would be others."""
+    folder = write_model(tmp_path / "tied", tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    if change == "dtype":
+        tensors["model.embed_tokens.weight"] = head.bfloat16()
+        head = head.bfloat16().float()
+    elif change == "values":
+        head += 0.01
+    elif change == "shape":
+        head = head[:-1]
+    save_file({**tensors, "lm_head.weight": head.contiguous()}, folder / "model.safetensors")
+    if change in ("none", "dtype"):
+        assert answers(folder)
+        return
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from"):
+        answers(folder)
 
 
 def round_matrices(source: Path, folder: Path) -> Path:
