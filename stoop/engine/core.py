@@ -77,6 +77,8 @@ class EngineCore:
                 delta = Delta(request_id, [], request.finish_reason, num_cached=request.num_cached)
                 deltas.append(delta)
         self._check_idle()
+        if self._at_hand is None and not self.scheduler.has_work:
+            self.executor.note_idle()
         return deltas
 
     def reset_prefix_cache(self) -> bool:
@@ -145,6 +147,8 @@ class EngineCore:
         """The caller has taken in the deltas of the last step, and aborted what they ended."""
         self._at_hand = None
         self.executor.end_step()
+        if not self.scheduler.has_work:
+            self.executor.note_idle()
 
     def _may_launch(self) -> bool:
         """Log-probabilities are computed from hidden states, which the next step overwrites."""
@@ -187,6 +191,8 @@ class EngineCore:
         request_ids = list(request_ids)
         self.compiling.keep(request_ids)
         self.scheduler.restart([name for name in request_ids if self.scheduler.knows(name)])
+        if not self.scheduler.has_work:
+            self.executor.note_idle()
         if self.drafts is not None and not self.has_work:
             self.drafts.note_idle()
 

@@ -93,6 +93,10 @@ class Executor(Protocol):
         """A step's result has been taken in."""
         ...
 
+    def note_idle(self) -> None:
+        """No request can be computed for now."""
+        ...
+
     def forget_rows(self) -> None:
         """Drop what an interrupted launch left behind. Plans start again from admissions."""
         ...

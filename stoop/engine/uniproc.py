@@ -70,5 +70,9 @@ class UniprocExecutor:
         if self._spin_control is not None:
             self._spin_control.note_step()
 
+    def note_idle(self) -> None:
+        if self._spin_control is not None:
+            self._spin_control.note_idle()
+
     def forget_rows(self) -> None:
         self.runner.forget_rows()

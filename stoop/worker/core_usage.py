@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
-# Of a core's line in /proc/stat: user, system, irq, softirq, steal
+STAT = Path("/proc/stat")
+# Of a core's line there: user, system, irq, softirq, steal
 BUSY_FIELDS = (0, 2, 5, 6, 7)
 NICE_FIELD = 1  # of programs of low priority
 SPARE = 0.25  # of a core may be in use when threads are added
@@ -42,38 +43,38 @@ def quota_cores(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
         return None
 
 
-def seconds_used(*, nice: bool = True, stat: Path = Path("/proc/stat")) -> float | None:
-    """Return how long this process's cores have been busy so far, in sum; None if unknown.
-
-    nice: count programs of low priority, too
-    """
-    fields = (NICE_FIELD, *BUSY_FIELDS) if nice else BUSY_FIELDS
-    ticks = found = 0
-    try:
-        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        for line in stat.read_text().splitlines():
-            name, *values = line.split()
-            if name in names:
-                ticks += sum(int(values[place]) for place in fields)
-                found += 1
-        return ticks / os.sysconf("SC_CLK_TCK") if found else None
-    except (OSError, AttributeError, ValueError, IndexError):
-        return None
-
-
 class CoreSeconds(NamedTuple):
-    """How long our cores have been busy so far."""
+    """How long our cores have been busy so far, in sum."""
 
     first: float  # with programs that have our priority or a higher one, this one among them
     after: float  # with those of lower priority, which usually give way
 
 
-def core_seconds() -> CoreSeconds | None:
-    every = seconds_used()
-    if every is None or os.getpriority(os.PRIO_PROCESS, 0) > 0:
-        return None if every is None else CoreSeconds(every, 0.0)
-    first = seconds_used(nice=False)
-    return None if first is None else CoreSeconds(first, max(every - first, 0.0))
+def core_seconds(stat: Path = STAT) -> CoreSeconds | None:
+    """None if unknown."""
+    ticks = found = low = 0
+    try:
+        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        for line in stat.read_text().splitlines():
+            name, *values = line.split()
+            if name in names:
+                ticks += sum(int(values[place]) for place in BUSY_FIELDS)
+                low += int(values[NICE_FIELD])
+                found += 1
+        second = os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return None
+    if not found:
+        return None
+    if os.getpriority(os.PRIO_PROCESS, 0) > 0:  # we give way, too
+        return CoreSeconds((ticks + low) / second, 0.0)
+    return CoreSeconds(ticks / second, low / second)
+
+
+def seconds_used(stat: Path = STAT) -> float | None:
+    """With all programs; None if unknown."""
+    used = core_seconds(stat)
+    return None if used is None else sum(used)
 
 
 class ThreadLimit:
@@ -112,6 +113,21 @@ class ThreadLimit:
     def begin(self) -> None:
         """Start a new window."""
         self._used_before, self._own_before = self._used(), self._own()
+        self._at_pause: tuple[CoreSeconds | None, float] | None = None
+
+    def pause(self) -> None:
+        """What cores do until `resume` is not counted."""
+        self._at_pause = self._used(), self._own()
+
+    def resume(self) -> None:
+        if self._at_pause is None:
+            return
+        (used, own), self._at_pause = self._at_pause, None
+        now, before = self._used(), self._used_before
+        if used is not None and now is not None and before is not None:
+            passed = now.first - used.first, now.after - used.after
+            self._used_before = CoreSeconds(before.first + passed[0], before.after + passed[1])
+        self._own_before += self._own() - own
 
     def decide(self, seconds: float, waited: float, *, loading: bool = False) -> None:
         """End a window.

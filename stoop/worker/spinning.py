@@ -34,7 +34,7 @@ from stoop.worker.core_usage import BUSY_SHARE, ThreadLimit, most_threads, num_c
 
 log = logging.getLogger(__name__)
 
-WINDOW_SECONDS = 0.3  # minimum window over which waiting is measured: time in steps
+WINDOW_SECONDS = 0.3  # minimum window over which waiting is measured, without pauses
 FIRST_WINDOW = 0.1  # after loading, since many an answer takes no longer
 MIN_STEPS = 4  # minimum steps per window, unless it lasts LONG_WINDOW_SECONDS
 LONG_WINDOW_SECONDS = 1.0
@@ -153,37 +153,55 @@ class SpinControl:
         if limit is not None and passed >= WINDOW_SECONDS:
             limit.decide(passed, self._waited_share(passed), loading=True)
         self._begin(FIRST_WINDOW)
+        self.note_idle()
 
     def _begin(self, seconds: float = WINDOW_SECONDS) -> None:
         """Start a new window for the calling thread."""
-        self._thread, self._window = threading.get_ident(), seconds
+        self._thread, self._mixed, self._window = threading.get_ident(), False, seconds
         self._started, self._num_steps = self._clock(), 0
-        self._idle, self._ended = 0.0, self._started
         self._waited_before = self._waited() or 0.0
+        self._paused: tuple[float, float] | None = None
         if self.limit is not None:
             self.limit.begin()
 
     def note_start(self) -> None:
-        """A step begins. Before it there may have been nothing to do."""
-        self._idle += self._clock() - self._ended
+        """A step begins."""
+        self._mixed |= self._thread != threading.get_ident()
+        if self._paused is None:
+            return
+        since, waited = self._paused
+        self._paused = None
+        self._started += self._clock() - since
+        self._waited_before += (self._waited() or 0.0) - waited
+        if self.limit is not None:
+            self.limit.resume()
 
     def note_step(self) -> None:
         """Count a step. The stepping thread calls this after every step."""
+        if self._paused is not None:
+            return  # nothing was computed: requests wait for their grammars
         self._num_steps += 1
-        self._ended = now = self._clock()
+        now = self._clock()
         passed = now - self._started
-        stepped = passed - self._idle
-        if stepped < self._window or (
-            self._num_steps < MIN_STEPS and stepped < LONG_WINDOW_SECONDS
-        ):
+        if passed < self._window or (self._num_steps < MIN_STEPS and passed < LONG_WINDOW_SECONDS):
             return
-        same, limit = self._thread == threading.get_ident(), self.limit
-        waited = self._waited_share(stepped) if same else 0.0
+        same = not self._mixed and self._thread == threading.get_ident()
+        waited = self._waited_share(passed) if same else 0.0
         if same:
             self._decide(waited, now)
-        if limit is not None:  # of all threads
-            limit.decide(passed, waited)
+        if self.limit is not None:  # of all threads
+            self.limit.decide(passed, waited)
         self._begin()
+
+    def note_idle(self) -> None:
+        """There is nothing to compute until the next step. What happens meanwhile does not count:
+        the window goes on after it."""
+        if self._paused is not None:
+            return
+        self._mixed |= self._thread != threading.get_ident()
+        self._paused = self._clock(), self._waited() or 0.0
+        if self.limit is not None:
+            self.limit.pause()
 
     def _waited_share(self, passed: float) -> float:
         """Of a window's time, which the calling thread began."""

@@ -48,6 +48,9 @@ class FakeExecutor:
     def end_step(self) -> None:
         pass
 
+    def note_idle(self) -> None:
+        pass
+
     def metrics(self) -> dict[str, Any]:
         return {}
 

@@ -291,7 +291,6 @@ def test_work_is_summed_over_our_cores(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2})
     monkeypatch.setattr("os.sysconf", lambda name: 100)
     assert seconds_used(stat=stat) == pytest.approx((100 + 20 + 30 + 4 + 5 + 6 + 1) / 100)
-    assert seconds_used(stat=stat, nice=False) == pytest.approx((100 + 30 + 4 + 5 + 6 + 1) / 100)
     assert seconds_used(stat=tmp_path / "nothing") is None
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {7})
     assert seconds_used(stat=stat) is None

@@ -32,6 +32,7 @@ class Machine:
     def run(self, control: SpinControl, seconds: float, share: float, step: float = 0.02) -> None:
         """Steps for so long."""
         for _ in range(round(seconds / step)):
+            control.note_start()
             self.now += step
             self.waited += share * step
             control.note_step()
@@ -59,13 +60,41 @@ def test_threads_sleep_at_first_and_spin_on_an_idle_machine(
     assert control.spins and not control.busy
 
 
+def rest(machine: Machine, control: SpinControl, seconds: float, waited: float = 0.0) -> None:
+    control.note_idle()
+    machine.now += seconds
+    machine.waited += waited
+
+
 def test_time_between_requests_is_no_time_of_steps(machine: Machine, control: SpinControl) -> None:
     """Or a thread that waited in every step would seem to have waited rarely."""
     for _ in range(3):
         assert not control.busy
-        machine.now += 30
-        control.note_start()
+        rest(machine, control, 30)
         machine.run(control, 0.14, share=0.5)
+    assert control.busy and not control.spins
+
+
+def test_what_the_caller_waits_between_requests_does_not_count(
+    machine: Machine, control: SpinControl
+) -> None:
+    """The thread may have work of its own there, beside other programs."""
+    control.note_loaded()
+    for _ in range(20):
+        rest(machine, control, 30, waited=20)
+        machine.run(control, 0.14, share=0.0)
+        assert not control.busy
+    assert control.spins
+
+
+def test_waits_for_grammars_are_no_steps(machine: Machine, control: SpinControl) -> None:
+    """Such a turn of the loop launches nothing."""
+    machine.run(control, 1, share=0.0)
+    for _ in range(4):
+        rest(machine, control, 3)
+        control.note_step()
+        machine.run(control, 0.12, share=0.5)
+        control.note_idle()
     assert control.busy and not control.spins
 
 
@@ -186,11 +215,16 @@ def test_an_engine_on_a_cpu_is_watched(checkpoints: Any, monkeypatch: pytest.Mon
         def note_step(self) -> None:
             noted.append(1)
 
+        def note_idle(self) -> None:
+            idle.append(len(noted))
+
+    idle: list[int] = []
     started: list[int] = []
     monkeypatch.setattr("stoop.engine.uniproc.share_cores", Watch)
     llm = LLM(str(checkpoints.get("llama2")), device="cpu", skip_tokenizer_init=True)
     llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert len(noted) == llm.metrics()["num_steps"] == 5
+    assert idle == [5], "after the last step"
     noted.clear()
     started.clear()
     LLM(str(checkpoints.get("llama2")), device="cpu", skip_tokenizer_init=True, num_threads=2)
@@ -276,12 +310,18 @@ def test_a_container_has_a_share_of_the_cores(
         assert core_usage.most_threads(8) == threads
 
 
-def test_programs_that_give_way_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = {True: 9.0, False: 4.0}
-    monkeypatch.setattr(core_usage, "seconds_used", lambda *, nice=True: used[nice])
-    for priority, expected in ((0, CoreSeconds(4.0, 5.0)), (10, CoreSeconds(9.0, 0.0))):
+def test_programs_that_give_way_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, second = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    cores = sorted(os.sched_getaffinity(0))
+    lines = [f"cpu{core} {3 * second} {5 * second} {second} 9 9 0 0 0" for core in cores]
+    stat.write_text("\n".join(["cpu 1 1 1 1 1 1 1 1", *lines, "intr 5"]))
+    for priority, expected in ((0, (4.0, 5.0)), (10, (9.0, 0.0))):
         monkeypatch.setattr(os, "getpriority", lambda which, who, value=priority: value)
-        assert core_usage.core_seconds() == expected  # unless we give way, too
+        found = core_usage.core_seconds(stat)
+        assert found is not None  # unless we give way, too
+        assert found == tuple(len(cores) * seconds for seconds in expected)
 
 
 def test_programs_that_give_way_cost_no_threads() -> None:
@@ -338,6 +378,33 @@ def test_the_busy_control_limits_the_threads(machine: Machine, control: SpinCont
     assert cores.limit.threads == 1 and control.busy
     machine.run(control, 5, share=0.0)
     assert cores.limit.threads == 2 and not control.busy
+
+
+def test_a_pause_changes_no_number_of_threads(machine: Machine, control: SpinControl) -> None:
+    """Another program that runs only while requests do, such as one that asks them."""
+    cores = Cores(2)
+    control.limit = cores.limit
+
+    def serve(seconds: float) -> None:
+        for _ in range(round(seconds / 0.01)):
+            cores.used += 0.02  # one core each
+            cores.own += 0.01
+            machine.run(control, 0.01, share=0.5 * (cores.limit.threads == 2), step=0.01)
+
+    serve(1)
+    assert cores.limit.threads == 1
+    for _ in range(5):
+        rest(machine, control, 60)
+        serve(0.8)
+    assert cores.asked == [2, 1]
+    rest(machine, control, 60)
+    machine.run(control, 1, share=0.0)
+    assert cores.asked == [2, 1, 2], "the other one is gone"
+    for _ in range(5):
+        rest(machine, control, 5)
+        cores.used += 10  # programs that run in pauses only
+        machine.run(control, 0.8, share=0.1)
+    assert cores.asked == [2, 1, 2]
 
 
 def test_a_model_that_is_loaded_beside_others_starts_with_fewer_threads(
