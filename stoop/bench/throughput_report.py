@@ -47,7 +47,7 @@ def print_loads(report: LoadReport, name: str, setting: dict[str, Any]) -> None:
         "[dim]of plain, of best K: tokens/s relative to plain decoding and to the best fixed "
         "number of drafts at the same load; tokens per step: of a request, after its prompt; with "
         "drafts: share of these steps that had drafts to verify; steps by drafts: share of the "
-        "engine's steps, prompts included, by how many drafts they made[/dim]"
+        "engine's steps, prompts included, by how many drafts were chosen[/dim]"
     )
     print_json(
         {

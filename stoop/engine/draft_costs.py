@@ -136,7 +136,7 @@ class CostStore:
                 self._write({**self._read(), self._key_of(costs.load): dataclasses.asdict(merged)})
         except Timeout:
             log.info("%s is locked: what drafts cost is not kept this time", self.path)
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # the latter without locks for files
             log.warning("%s cannot be written (%s): what drafts cost is not kept", self.path, error)
 
     def _write(self, content: Mapping[str, object]) -> None:
@@ -171,7 +171,8 @@ def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     with (head / WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     backend = options.attention_backend
-    return "|".join((digest, dtype, backend, _processor(), version("torch"), __version__))
+    target = f"{model.architecture} {model.num_layers} x {model.hidden_size}"
+    return "|".join((digest, target, dtype, backend, _processor(), version("torch"), __version__))
 
 
 def _processor() -> str:

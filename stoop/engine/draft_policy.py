@@ -129,7 +129,7 @@ class AdaptiveDrafts:
         # A batch of another size is decided on at once.
         far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
         if num_reqs and far:
-            self.hopeless = self._can_never_pay()
+            self.hopeless, self._held = self._can_never_pay(), 0
         if num_reqs and (self._countdown <= 0 or far or not self._speed_known(num_reqs)):
             if self.decide(self._read_batch(scheduler), self._steps - max(self._countdown, 0)):
                 scheduler.redraft = True
@@ -296,6 +296,7 @@ class AdaptiveDrafts:
 
     def note_idle(self) -> None:
         """The next requests' drafts may be better than those of the last ones."""
+        self._held = 0
         if self.starts_over:
             self.acceptance.forget(FORGET_OTHERS)
             self.hopeless = self._can_never_pay()
@@ -338,7 +339,8 @@ class AdaptiveDrafts:
             for count in self.counts
             if (seconds := self.costs.bare_seconds(num_reqs, count)) is not None
         }
-        return max(speeds, key=lambda count: speeds[count])
+        # Another thread may ask while a load is measured again.
+        return max(speeds, key=lambda count: speeds[count], default=0)
 
 
 def _drafts(count: int) -> str:

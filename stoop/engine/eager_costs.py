@@ -10,6 +10,7 @@ but that step's drafts. What was found is kept for the next start (`draft_costs`
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from stoop.core.step import StepPlan
 from stoop.engine.draft_costs import SURE, DraftCosts, between, load_of
@@ -19,6 +20,7 @@ WARM_STEPS = 3  # the first steps of a process take longer and are not counted
 ENOUGH = 2  # steps that tell what a number of drafts takes
 NEWEST = 8  # steps that count
 STEADY = 1.5  # times as long, at most: the machine is as fast as it was
+STUBBORN = 6  # tries in a row that did not count, after which one does: the load itself varies
 # Steps between those with another number: at first, with several requests, where drafts pay less
 # often, if earlier runs have measured it, and later.
 EARLY_GAP, SEVERAL_GAP, KNOWN_GAP, LATE_GAP = 4, 3, 25, 100
@@ -46,6 +48,7 @@ class LoadSamples:
         self._pending: tuple[int, float, float] | None = None  # a try: number, seconds, step before
         self.since_try = 0  # steps with the chosen number
         self.attempts = 0  # steps planned for the try at hand
+        self._num_unsteady = 0  # tries in a row that did not count
         self.num_without = 0  # steps without drafts, since drafts were made
         self.kept = (1, False)  # numbers of drafts whose costs were kept, and whether all are sure
         self.busy = False
@@ -103,8 +106,10 @@ class LoadSamples:
         level = self.level
         assert level is not None, "there are steps with the chosen number"
         around = (before, after, level)
-        if max(around) > STEADY * min(around):
+        if max(around) > STEADY * min(around) and self._num_unsteady < STUBBORN:
+            self._num_unsteady += 1
             return
+        self._num_unsteady = 0
         self._num_tries[num_drafts] += 1
         self._tried_at[num_drafts] = self._num_tries.total()
         times, samples = seconds / level, self._relative.setdefault(num_drafts, _newest())
@@ -129,8 +134,9 @@ class LoadSamples:
         samples = list(self._relative.get(num_drafts, ()))
         if len(samples) >= ENOUGH:
             return _typical(samples)
-        if num_drafts in self._carried:
-            return self._carried[num_drafts]
+        carried = self._carried  # another thread may ask, and it is replaced
+        if num_drafts in carried:
+            return carried[num_drafts]
         if num_drafts in self._known and len(self._known) > 1:
             return self._known[num_drafts] / between(self._known, self._chosen)
         return None
@@ -183,6 +189,14 @@ def _newest(samples: Iterable[float] = ()) -> deque[float]:
     return deque(samples, maxlen=NEWEST)
 
 
+class PromptTime(NamedTuple):
+    """Of a step that only computes prompts."""
+
+    seconds: float
+    drafting: float  # of these
+    num_tokens: int
+
+
 class EagerCosts:
     """The `StepCosts` of engines that run one step at a time, on a CPU and without graphs."""
 
@@ -204,7 +218,7 @@ class EagerCosts:
         self._counted = False  # whether the step before shows what decodes take
         self._warm = WARM_STEPS
         self._any_step = 1.0  # seconds of the newest decode step
-        self._prompts: deque[tuple[float, int]] = deque(maxlen=NEWEST)  # seconds and tokens
+        self._prompts: deque[PromptTime] = deque(maxlen=NEWEST)
 
     def _of(self, num_reqs: int) -> LoadSamples:
         return self._loads.setdefault(load_of(num_reqs), LoadSamples())
@@ -234,10 +248,14 @@ class EagerCosts:
 
     @property
     def seconds_per_token(self) -> float:
+        return self._seconds_per_token(with_drafter=True)
+
+    def _seconds_per_token(self, with_drafter: bool) -> float:
         prompts = list(self._prompts)
-        if prompts:
-            return sum(seconds for seconds, _ in prompts) / sum(tokens for _, tokens in prompts)
-        return PROMPT_SHARE * self._any_step
+        if not prompts:
+            return PROMPT_SHARE * self._any_step
+        seconds = sum(each.seconds - each.drafting * (not with_drafter) for each in prompts)
+        return seconds / sum(each.num_tokens for each in prompts)
 
     # ---- steps ----
 
@@ -278,6 +296,11 @@ class EagerCosts:
 
     def note(self, plan: StepPlan, time: StepTime) -> None:
         rows = plan.rows
+        if not rows[0].decodes:  # decodes come first
+            num_tokens = sum(row.num_tokens for row in rows)
+            self._prompts.append(PromptTime(time.inside, time.drafting, num_tokens))
+            self._counted = False
+            return
         seconds = self._decode_seconds(plan, time)
         self._counted = seconds is not None
         if seconds is None:
@@ -286,28 +309,27 @@ class EagerCosts:
             self._warm -= 1
             return
         verified, made = rows[0].num_tokens - 1, plan.num_drafts
-        if verified == 0 and made:
-            seconds -= time.drafting
-        elif verified != made:
+        if verified not in (0, made):
             return  # the step before made fewer than this one
         self._any_step = seconds
-        samples = self._of(len(rows))
+        num_decodes = sum(row.decodes for row in rows)
+        samples = self._of(num_decodes)
         samples.busy |= time.busy
         if verified == self._chosen:
             samples.choose(verified)  # this load may be another than the one that was planned for
             samples.note_chosen(seconds)
         else:
             samples.note_tried(verified, seconds)
-        self._keep_new(samples, load_of(len(rows)))
+        self._keep_new(samples, load_of(num_decodes))
 
     def _decode_seconds(self, plan: StepPlan, time: StepTime) -> float | None:
         """What the decodes of a step took; None if it cannot be told from what prompts took."""
+        seconds, with_drafter = time.inside, True
+        if plan.rows[0].num_tokens == 1 and plan.num_drafts:  # a try of none: it made some
+            seconds, with_drafter = seconds - time.drafting, False
         num_tokens = sum(row.num_tokens for row in plan.rows if not row.decodes)
-        if not plan.rows[0].decodes:  # decodes come first
-            self._prompts.append((time.inside, num_tokens))
-            return None
-        prompts = num_tokens * self.seconds_per_token if num_tokens else 0.0
-        return time.inside - prompts if prompts <= MOST_PROMPTS * time.inside else None
+        prompts = num_tokens * self._seconds_per_token(with_drafter) if num_tokens else 0.0
+        return seconds - prompts if prompts <= MOST_PROMPTS * seconds else None
 
     def _keep_new(self, samples: LoadSamples, load: int) -> None:
         """Each time that one more number of drafts was measured, or often enough."""

@@ -117,10 +117,17 @@ class GraphCosts:
         self.added = 0.0  # seconds of a step beyond those of its graph
         self.host = 0.0  # seconds of the host in a step
         self._trials: dict[int, TrialOfFewer] = {}  # by load
+        self._load = 1
 
     def trial(self, num_reqs: int) -> "TrialOfFewer":
         """Of batches of about so many requests: what prompts beside them cost depends on that."""
-        return self._trials.setdefault(load_of(num_reqs), TrialOfFewer())
+        return self._trials.setdefault(self._load_at(num_reqs), TrialOfFewer())
+
+    def _load_at(self, num_reqs: int) -> int:
+        """A few requests more or fewer leave it as it is: others come while some end."""
+        slack = self._load // 16
+        same = self._load // 2 - slack < num_reqs <= self._load + slack
+        return self._load if same else load_of(num_reqs)
 
     def bare_seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         return self.times.at(num_reqs, num_drafts)
@@ -163,8 +170,9 @@ class GraphCosts:
         self.added += (added - self.added) / AVERAGED
 
     def tries(self, num_reqs: int) -> bool:
+        self._load = self._load_at(num_reqs)
         for load, trial in self._trials.items():
-            if load != load_of(num_reqs):
+            if load != self._load:
                 trial.interrupt()  # there are more requests now, or fewer
         return self.trial(num_reqs).left > 0
 

@@ -74,8 +74,9 @@ class PolicyServer:
             result = StepResult(plan.index, rows)
             drafting = self.draft_seconds * plan.num_drafts
             self.policy.note(plan, result, StepTime(taken, 0.0, taken, drafting))
+            before = self.scheduler.stats.num_generated_tokens
             self.scheduler.update(result)
-            served.tokens += sum(len(row.token_ids) for row in rows)
+            served.tokens += self.scheduler.stats.num_generated_tokens - before
             served.seconds += taken
         return served
 

@@ -289,6 +289,15 @@ def test_what_only_many_drafts_cost_is_found_out() -> None:
     assert serve(policy, 64, took, 20000) > 0.98 * 64 * 4 / took[3]
 
 
+def test_a_few_requests_more_or_fewer_end_no_trial() -> None:
+    """Around a power of two: some end before others come."""
+    policy = make_policy(TIMES, COUNTS)
+    took = {0: 0.005, 1: 0.006, 3: 0.020}
+    for turn in range(150):
+        serve(policy, (62, 66)[turn % 2], took, EVERY)
+    assert policy.num_drafts == 1
+
+
 def test_fewer_drafts_that_the_host_bounds_are_found_out() -> None:
     """More of them are bound by the device."""
     policy = make_policy(TIMES, COUNTS)

@@ -102,6 +102,21 @@ def test_costs_become_known_though_hardly_any_step_has_no_prompt(
     assert speed(eager()) > 0.95 * best
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_beside_decodes_are_no_part_of_their_load(seed: int) -> None:
+    """With three short requests at once, many steps hold one or two decodes."""
+
+    def seconds(num_reqs: int, num_drafts: int) -> float:
+        return 0.003 + 0.00125 * num_reqs * (num_drafts + 1) + 0.0006 * num_drafts
+
+    def speed(policy: AdaptiveDrafts | HeldDrafts) -> float:
+        length = upto(3, 6)
+        server = PolicyServer(policy, 3, seconds, 3, length, draft_seconds=0.0006, seed=seed)
+        return server.serve(0.5, 1200).speed
+
+    assert speed(eager()) > 0.94 * max(speed(HeldDrafts(count)) for count in EAGER)
+
+
 @pytest.mark.parametrize("policy", [eager, captured])
 def test_a_request_at_its_last_token_stops_no_drafts(policy: Callable[[], AdaptiveDrafts]) -> None:
     """It gets none, but the next one in its place does, from its first token on."""

@@ -26,6 +26,7 @@ from stoop.engine.eager_costs import (
     SEVERAL_GAP,
     WARM_STEPS,
     EagerCosts,
+    PromptTime,
 )
 from stoop.engine.step_costs import StepTime
 from support.scheduling import make_request, make_scheduler
@@ -371,7 +372,7 @@ def test_more_requests_than_were_measured_gain_no_more_by_drafts() -> None:
         assert not policy.decide(Batch(4, Counter(), Counter({3: 4}), 16000))
     known = [DraftCosts({0: 20.0, 3: 21.0}, load=1)]
     policy = AdaptiveDrafts(EagerCosts(COUNTS, known), COUNTS)
-    policy.costs._prompts.append((2.0, 1000))
+    policy.costs._prompts.append(PromptTime(2.0, 0.0, 1000))
     policy.num_drafts, steps = 0, 0
     while not policy.decide(Batch(4, Counter(), Counter({3: 4}), 16000)):
         steps += EVERY
@@ -516,20 +517,26 @@ def test_steps_with_prompts_and_steps_between_two_numbers_do_not_count() -> None
 def test_a_short_prompt_beside_decodes_leaves_them_measurable() -> None:
     """Where requests are short, hardly any step has no prompt."""
     costs = warm_costs()
-    note(costs, [Row(False, 30, 0)], 3, 15.0)  # 0.5 s a token
+    note(costs, [Row(False, 30, 0)], 3, 15.0)  # 0.5 s a token, of which the drafter takes 0.125
     for _ in range(ENOUGH):
-        note(costs, [Row(True, 1), Row(False, 4, 0)], 3, 8.0)  # 2 s of it are the prompt's
+        note(costs, [Row(True, 1), Row(False, 4, 0)], 3, 8.0)  # 2 s are the drafter's
         note(costs, [Row(True, 4), Row(False, 8, 0)], 3, 14.0)
-    assert costs.bare_seconds(2, 0) is None, "another load"
-    costs = warm_costs()
-    note(costs, [Row(False, 30, 0)], 3, 15.0)
-    for _ in range(ENOUGH + 1):
-        note(costs, [Row(True, 4), Row(False, 8, 0)], 3, 14.0)
-    for _ in range(ENOUGH):
-        note(costs, [Row(True, 1), Row(False, 4, 0)], 3, 8.0)
-        note(costs, [Row(True, 4), Row(False, 8, 0)], 3, 14.0)
-    assert costs.bare_seconds(2, 3) == pytest.approx(10.0)
-    assert costs.bare_seconds(2, 0) == pytest.approx(8.0 - 2.0 - 2.0)
+    assert costs.bare_seconds(1, 3) == pytest.approx(10.0)
+    assert costs.bare_seconds(1, 0) == pytest.approx(8.0 - 2.0 - 4 * 0.375)
+    assert costs.sizes == [1], "a request that does not decode yet is none of the load"
+
+
+@pytest.mark.parametrize("loads", [(17, 17, 32, 32), (9, 9, 16, 16), (17, 24, 32)])
+def test_a_load_that_keeps_step_with_the_tries_keeps_no_drafts(loads: Sequence[int]) -> None:
+    """Decodes of one load that come and go: steps around a try never take as long as each other."""
+
+    def times(num_reqs: int, num_drafts: int) -> float:
+        return 0.002 * num_reqs * (num_drafts + 1)
+
+    server = start(times)
+    for step in range(400):
+        server.serve(loads[step % len(loads)], 0.2, 1)
+    assert server.chosen[0] > 200
 
 
 def test_prompts_show_what_their_tokens_take() -> None:
