@@ -121,7 +121,10 @@ class GraphCosts:
 
     def trial(self, num_reqs: int) -> "TrialOfFewer":
         """Of batches of about so many requests: what prompts beside them cost depends on that."""
-        return self._trials.setdefault(self._load_at(num_reqs), TrialOfFewer())
+        load = self._load_at(num_reqs)
+        if load not in self._trials:
+            self._trials[load] = TrialOfFewer()
+        return self._trials[load]
 
     def _load_at(self, num_reqs: int) -> int:
         """A few requests more or fewer leave it as it is: others come while some end."""
@@ -200,6 +203,9 @@ class TrialOfFewer:
     arithmetic. So where steps take much longer than their graphs, fewer drafts are made for a
     while. If that saves more than the graphs tell, the rest is held against the larger number for
     some time: longer each time, since to find it out again costs a few slow steps.
+
+    A trial begins after slow steps, and those after them may be faster whatever the number of
+    drafts: a long prompt has ended. So a second trial, which begins at any time, must agree.
     """
 
     def __init__(self) -> None:
@@ -207,6 +213,7 @@ class TrialOfFewer:
         self.left = 0  # steps of a trial
         self._tried_at = 0  # number of drafts before the trial
         self._before = 0.0
+        self._shown_once = False  # the last trial showed something, and the next one has to agree
         self._count, self._num_noted, self._mean = 0, 0, 0.0  # excess seconds of the steps at hand
         self._gap, self._since = FIRST_TRY, 0
         self._lasts, self._age = FIRST_TRY, 0
@@ -226,17 +233,22 @@ class TrialOfFewer:
     def begin(self, count: int, num_steps: int, graph: float) -> bool:
         """Whether to make fewer than `count` drafts now. num_steps: since this was asked last"""
         self._since += num_steps
-        known = self._count == count and self._num_noted >= LEARNED
-        if self._since < self._gap or not known or self._mean < UNSURE * graph:
+        if self._count != count or self._num_noted < LEARNED:
             return False
-        self._gap, self._since = min(2 * self._gap, LAST_TRY), 0
+        if not self._shown_once:
+            if self._since < self._gap or self._mean < UNSURE * graph:
+                return False
+            self._gap = min(2 * self._gap, LAST_TRY)
+        self._since = 0
         self._tried_at, self._before, self.left = count, self._mean, LEARNED
         return True
 
     def interrupt(self) -> None:
-        """End a trial that has shown nothing; the next one begins as soon as it can."""
+        """End a trial that has shown nothing; the next one begins soon, but not at once: the load
+        may go on changing."""
         if self.left > 0:
-            self.left, self._since = 0, self._gap
+            self.left, self._shown_once = 0, False
+            self._since = self._gap - FIRST_TRY
 
     def go_on(self, count: int, num_steps: int, graph: float) -> bool:
         """Whether the trial, with `count` drafts, goes on. graph: of the larger number"""
@@ -245,7 +257,9 @@ class TrialOfFewer:
             return True
         saved = self._before - self._mean
         known = self._count == count and self._num_noted >= LEARNED // 2
-        if known and saved > WORTH * (graph + self._before):
+        shows = known and saved > WORTH * (graph + self._before)
+        if shows and self._shown_once:
             self.held[self._tried_at] = saved
             self._age = 0
+        self._shown_once = shows and not self._shown_once
         return False

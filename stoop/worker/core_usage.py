@@ -140,7 +140,8 @@ class ThreadLimit:
             return
         others = max((used.first - before.first) - (self._own() - self._own_before), 0.0) / seconds
         after = (used.after - before.after) / seconds
-        if self._holds_cores(after, waited, seconds, explained=self._room(others) < self.threads):
+        explained = self._cores - others < self.threads - SPARE
+        if self._holds_cores(after, waited, seconds, explained):
             others += after
         free, room = self._cores - others, self._room(others)
         crowded = waited > BUSY_SHARE or (loading and 2 * free <= self._cores + 0.5)

@@ -21,6 +21,13 @@ def test_a_trial_finds_what_graphs_do_not_tell() -> None:
     notes(trial, 1, 0.002, LEARNED)
     assert trial.go_on(1, LEARNED - 1, graph=0.004)
     assert not trial.go_on(1, 1, graph=0.004)
+    assert not trial.held, "a second one must agree"
+    notes(trial, 3, 0.011, LEARNED - 1)
+    assert not trial.begin(3, LEARNED - 1, graph=0.004)
+    notes(trial, 3, 0.011, 1)
+    assert trial.begin(3, 1, graph=0.004)
+    notes(trial, 1, 0.003, LEARNED)
+    assert not trial.go_on(1, LEARNED, graph=0.004)
     assert trial.held == {3: pytest.approx(0.008)}
     notes(trial, 1, 0.002, FIRST_TRY)
     assert trial.held
@@ -40,6 +47,30 @@ def test_a_trial_that_saves_little_changes_nothing(excess: float) -> None:
     notes(trial, 3, 0.010, LEARNED)
     assert not trial.begin(3, FIRST_TRY, graph=0.004), "the next one comes later"
     assert trial.begin(3, FIRST_TRY, graph=0.004)
+
+
+def test_slow_steps_that_end_by_themselves_show_nothing() -> None:
+    """A long prompt was computed beside them, and the trial began when it ended."""
+    trial = TrialOfFewer()
+    for seconds in (0.010, 0.001):
+        notes(trial, 3, seconds, LEARNED)
+        assert trial.begin(3, FIRST_TRY, graph=0.004)
+        notes(trial, 1, 0.001, LEARNED)
+        assert not trial.go_on(1, LEARNED, graph=0.004)
+    assert not trial.held
+    notes(trial, 3, 0.010, LEARNED)
+    assert not trial.begin(3, FIRST_TRY // 2, graph=0.004), "no third one at once"
+
+
+def test_a_trial_that_was_interrupted_begins_again_soon_but_not_at_once() -> None:
+    trial = TrialOfFewer()
+    notes(trial, 3, 0.010, LEARNED)
+    assert trial.begin(3, FIRST_TRY, graph=0.004)
+    trial.interrupt()
+    assert trial.left == 0
+    notes(trial, 3, 0.010, LEARNED)
+    assert not trial.begin(3, FIRST_TRY - 1, graph=0.004)
+    assert trial.begin(3, 1, graph=0.004)
 
 
 def test_there_is_no_trial_where_graphs_tell_enough() -> None:

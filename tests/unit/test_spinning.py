@@ -352,6 +352,10 @@ def test_what_others_explain_is_no_doubt() -> None:
     cores = Cores(16)
     assert cores.window(own=8.0, others=8.0, waits=0.4, nice=7.0) == 8
     assert cores.window(own=8.0, others=8.0, waits=0.1, nice=0.5) == 8
+    few = Cores(2)
+    for _ in range(3):
+        assert few.window(own=1.7, others=0.3, waits=0.3, nice=0.5) == 2
+    assert few.window(own=1.7, others=0.2, waits=0.3, nice=0.5) == 1, "too little to explain it"
 
 
 def test_what_others_use_is_read_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
