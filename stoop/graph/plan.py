@@ -12,6 +12,7 @@ from stoop.graph.support import GraphSupport
 log = logging.getLogger(__name__)
 
 MANY_TOKENS = 512  # verified in one step
+GAP, WIDE_GAP = 32, 64  # between numbers of requests above 16, where the number of drafts varies
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,24 @@ def _mixed_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutio
 
 
 def _decode_sizes(limits: GraphLimits, query_len: int) -> list[int]:
-    """Numbers of requests. Where the number of drafts varies, many tokens are verified for few
-    requests only: more take a GPU as many times as long as they are."""
+    """Numbers of requests. Where the number of drafts varies, no more tokens are verified than
+    mixed batches have: more take a GPU as many times as long as they are."""
     most = min(limits.max_reqs, limits.max_tokens // query_len)
     found = _sizes(limits, most)
     if len(limits.query_lens) == 1 or query_len == 1 or limits.sizes is not None:
         return found
-    fits = [size for size in found if size * query_len <= MANY_TOKENS]
+    most_tokens = max(MANY_TOKENS, limits.max_default)
+    fits = [size for size in found if size * query_len <= most_tokens]
     # Few of the large ones, or a start would take twice as long: to pad costs less.
-    return [size for size in fits if size <= 16 or size % 32 == 0 or size == fits[-1]]
+    return [
+        size
+        for size in fits
+        if size <= 16 or size % _gap(size * query_len) == 0 or size == fits[-1]
+    ]
+
+
+def _gap(num_tokens: int) -> int:
+    return GAP if num_tokens <= MANY_TOKENS else WIDE_GAP
 
 
 def _sizes(limits: GraphLimits, limit: int) -> list[int]:

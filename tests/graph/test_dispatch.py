@@ -202,14 +202,16 @@ def test_every_decode_batch_finds_a_decode_graph(
         varies = len(limits.query_lens) > 1 and query_len > 1
         captured = default_sizes(min(limits.max_reqs, limits.max_default))
         if varies:
-            captured = [size for size in captured if size * query_len <= MANY_TOKENS]
+            most_tokens = max(MANY_TOKENS, limits.max_default)
+            captured = [size for size in captured if size * query_len <= most_tokens]
         for reqs, kind in product(range(1, captured[-1] + 1), SamplingKind):
             shape = BatchShape(reqs, reqs * query_len, True, kind)
             found = dispatcher.dispatch(shape)
             if decode_mode >= F:
                 assert found.mode is decode_mode and found.query_len == query_len
                 assert found.num_reqs is not None and reqs <= found.num_reqs <= limits.max_reqs
-                most = 32 if varies else max(64, reqs // 4)
+                few = varies and found.num_tokens <= MANY_TOKENS
+                most = 32 if few else max(64, reqs // 4)
                 assert found.num_reqs - reqs < most, "little padding"
                 assert found.sampling is (kind if decode_mode is S else None)
             elif shape.num_tokens <= limits.max_default:
@@ -229,6 +231,12 @@ def test_few_graphs_verify_many_drafts_where_their_number_varies() -> None:
         2: [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 250],
         4: [1, 2, 4, 8, 16, 32, 64, 96, 128],
         8: [1, 2, 4, 8, 16, 32, 64],
+    }
+    assert sizes_of(replace(limits, max_default=1024)) == {
+        1: default_sizes(250),
+        2: [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 250],
+        4: [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 250],
+        8: [1, 2, 4, 8, 16, 32, 64, 128],
     }
     assert sizes_of(replace(limits, query_lens=(8,))) == {8: default_sizes(250)}
     given = replace(limits, sizes=(3, 24, 200))
