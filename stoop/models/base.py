@@ -140,8 +140,20 @@ class DraftModel(Module, Protocol):
         """Turn rows of the stream into states for `logits` and features for the next pass."""
         ...
 
-    def take(self, stream: Tensor, index: Tensor | None, features: Tensor) -> Tensor:
-        """`finish` for the rows in `index`, or for all; writes the features to a buffer."""
+    def states(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        ctx: ForwardContext,
+        wanted: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        """One pass, and `finish` for the tokens `wanted`, [n] int64, or for all.
+
+        Returns the states; writes the features to `out`, and zeros after them. A head may compute
+        nothing but KV of the other tokens.
+        """
         ...
 
     def logits(self, states: Tensor) -> Tensor:

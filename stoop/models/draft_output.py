@@ -5,6 +5,7 @@ attached, and drafts by this smaller matrix. Its drafts have ids of their own, a
 that was trained with a smaller vocabulary: `d2t` maps them to the target's.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from stoop.config.schema import HeadSpec
 from stoop.layers.embedding import OutputHead
+from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightView, prefixed, vector_view
 from stoop.models.base import Model, parameter_bytes
 
@@ -26,7 +28,7 @@ class OutputSpec(HeadSpec, Protocol):
         ...
 
 
-class DraftOutput(nn.Module):
+class DraftOutput(nn.Module, ABC):
     """The base of draft heads. A subclass calls `make_output` when it is built, so that these
     weights come after its own, and `attach_output` when it is attached."""
 
@@ -54,6 +56,25 @@ class DraftOutput(nn.Module):
         self.lm_head.take_rows(target.lm_head.matrix, token_ids)
         draft_ids = torch.arange(len(token_ids), device=self.d2t.device)
         self.d2t.data.copy_(token_ids - draft_ids)
+
+    def states(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        ctx: ForwardContext,
+        wanted: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        """See `DraftModel`."""
+        return self.take(self(token_ids, features, positions, ctx), wanted, out)
+
+    @abstractmethod
+    def take(self, stream: Tensor, index: Tensor | None, features: Tensor) -> Tensor:
+        """Turn the rows of a pass in `index`, or all, into states for `logits`.
+
+        Writes the features of the next pass to `features`, and zeros after them.
+        """
 
     @property
     def target(self) -> Model:

@@ -203,9 +203,7 @@ class EagleHead(DraftOutput):
         token_ids: [tokens], the token after each position; features: [tokens, hidden_size], for
         EAGLE-1 of the target's hidden size
         """
-        assert self.rotary is not None, "call attach() first"
-        rotation = self.rotary.at(positions)
-        embedding = self.embed_tokens or self.target.embed_tokens
+        rotation, embedding = self._rotation(positions), self._embedding
         if isinstance(self.first, Eagle3Layer):
             joined, stream = self.first.join(token_ids, embedding, features)
             if self.fused is not None:
@@ -220,6 +218,32 @@ class EagleHead(DraftOutput):
             stream = layer(stream, rotation, ctx)
         return stream
 
+    def states(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        ctx: ForwardContext,
+        wanted: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        """See `DraftModel`."""
+        if self.fused is not None and isinstance(self.first, Eagle3Layer) and wanted is not None:
+            joined, stream = self.first.join(token_ids, self._embedding, features)
+            rotation = self._rotation(positions)
+            found = self.fused.run_for(wanted, ctx, stream, rotation, given=joined)
+            if found is not None:
+                return self.take(found, None, out)
+        return super().states(token_ids, features, positions, ctx, wanted, out)
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        assert self.rotary is not None, "call attach() first"
+        return self.rotary.at(positions)
+
+    @property
+    def _embedding(self) -> Embedding:
+        return self.embed_tokens or self.target.embed_tokens
+
     def finish(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """Turn rows of the stream into states for `logits` and features for the next pass."""
         if self.norm is None:
@@ -228,10 +252,7 @@ class EagleHead(DraftOutput):
         return normed, normed if self.spec.norm_output else stream
 
     def take(self, stream: Tensor, index: Tensor | None, features: Tensor) -> Tensor:
-        """`finish` for the rows in `index`, or for all.
-
-        Returns the states; writes the features to a buffer and zeros after them.
-        """
+        """See `DraftOutput`."""
         if self.norm is None:
             take_rows(stream, index, features)
             return features[: stream.shape[0] if index is None else index.shape[0]]

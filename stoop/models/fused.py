@@ -8,12 +8,11 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stoop.attention.base import PagedMetadata
 from stoop.core.state import PagedState
 from stoop.layers.attention import Attention
 from stoop.layers.linear import FusedLinear
@@ -63,6 +62,13 @@ def _sizes(layer: LayerParts) -> tuple[int, ...]:
     return shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.down.num_inputs
 
 
+class _Opened(NamedTuple):
+    """What a context holds for these layers."""
+
+    caches: list[Tensor]
+    rows: list[Tensor]  # KV slots of the tokens, then `BatchRows`
+
+
 class FusedLayers:
     """The layers as structures of the library. They hold addresses: weights must stay in place."""
 
@@ -93,17 +99,36 @@ class FusedLayers:
         found = self._open(ctx, stream)
         if found is None:
             return None
-        caches, metadata = found
         inner = [tap for tap in taps if tap < len(self.layers)]
         tapped = stream.new_empty(len(inner), *stream.shape)
-        inputs = [rotation.table, rotation.positions, metadata.slot_mapping, *metadata.plan]
-        native_layers(stream, given, inputs, caches, tapped, inner, self.handle)
+        inputs = [rotation.table, rotation.positions, *found.rows]
+        native_layers(stream, given, inputs, found.caches, tapped, inner, self.handle)
         by_layer = dict(zip(inner, tapped, strict=True)) | {len(self.layers): stream}
         return [by_layer[tap] for tap in taps]
 
-    def _open(
-        self, ctx: ForwardContext, stream: Tensor
-    ) -> tuple[list[Tensor], PagedMetadata] | None:
+    def run_for(
+        self,
+        wanted: Tensor,
+        ctx: ForwardContext,
+        stream: Tensor,
+        rotation: Rotation,
+        given: Tensor | None = None,
+    ) -> Tensor | None:
+        """As `run`, for the tokens `wanted` only; returns their stream as it leaves the last layer.
+
+        That layer stores the keys and values of all tokens, and computes nothing else of the rest.
+        wanted: [n] int64, in any order, some of them repeatedly
+        """
+        found = self._open(ctx, stream)
+        if found is None:
+            return None
+        out = stream.new_empty(wanted.shape[0], stream.shape[1])
+        inputs = [rotation.table, rotation.positions, *found.rows]
+        # Layers before the last one change the stream, which is the caller's.
+        native_layers(stream.clone(), given, inputs, found.caches, out, [], self.handle, wanted)
+        return out
+
+    def _open(self, ctx: ForwardContext, stream: Tensor) -> "_Opened | None":
         if not isinstance(ctx, StateContext) or stream.dtype != torch.float32:
             return None
         metadata = ctx.metadata[PagedState]
@@ -112,7 +137,9 @@ class FusedLayers:
         caches = [ctx.states[layer.attention.index] for layer in self.layers]
         if any(layer.attention.kv_scales != NO_SCALES for layer in self.layers):
             return None
-        return (caches, metadata) if caches[0].dtype == torch.float32 else None
+        if caches[0].dtype != torch.float32:
+            return None
+        return _Opened(caches, [metadata.slot_mapping, *metadata.plan])
 
     def prepare(self, caches: Sequence[Tensor], tapped: Tensor, taps: Sequence[int]) -> Any:
         """The structures, pointing to these caches and to rows of `tapped`."""
@@ -135,28 +162,31 @@ _FUSED: "weakref.WeakValueDictionary[int, FusedLayers]" = weakref.WeakValueDicti
 
 @register(
     "native_layers(Tensor(a!) stream, Tensor? given, Tensor[] inputs, Tensor(b!)[] caches, "
-    "Tensor(c!) tapped, int[] taps, int handle) -> ()"
+    "Tensor(c!) out, int[] taps, int handle, Tensor? wanted=None) -> ()"
 )
 def native_layers(
     stream: Tensor,
     given: Tensor | None,
     inputs: list[Tensor],
     caches: list[Tensor],
-    tapped: Tensor,
+    out: Tensor,
     taps: list[int],
     handle: int,
+    wanted: Tensor | None = None,
 ) -> None:
-    """See `FusedLayers.run`.
+    """See `FusedLayers.run` and `run_for`.
 
     inputs: a rotary table [2, positions, head_dim / 2], positions and KV slots of the tokens, then
-    `BatchRows`; tapped: [taps, tokens, hidden_size]
+    `BatchRows`; out: [taps, tokens, hidden_size], or [wanted tokens, hidden_size]
     """
     fused, library = _FUSED[handle], native()
     if given is not None:
         given = given.contiguous()
+    count = 0 if wanted is None else wanted.shape[0]
+    assert wanted is None or wanted.is_contiguous(), wanted.stride()
     table, positions, slot_mapping, *rows = inputs
     batch = BatchRows(*rows).as_batch(stream.shape[0], slot_mapping, positions)
-    layers = fused.prepare(caches, tapped, taps)
+    layers = fused.prepare(caches, out, taps)
     cos = table.data_ptr()
     stack = structs.Stack(
         ctypes.addressof(layers),
@@ -167,6 +197,7 @@ def native_layers(
         cos + table.stride(0) * table.element_size(),
         stream.shape[1],
     )
+    some = structs.Wanted(structs.address(wanted), count, out.data_ptr())
     library.layers(
         library.team,
         ctypes.addressof(stack),
@@ -174,6 +205,7 @@ def native_layers(
         stream.data_ptr(),
         structs.address(given),
         0 if given is None else given.shape[1],
+        ctypes.addressof(some),
     )
 
 

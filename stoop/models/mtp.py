@@ -106,10 +106,7 @@ class MtpHead(DraftOutput, ABC):
         return normed, normed
 
     def take(self, stream: Tensor, index: Tensor | None, features: Tensor) -> Tensor:
-        """`finish` for the rows in `index`, or for all.
-
-        Returns the states; writes the features to a buffer and zeros after them.
-        """
+        """See `DraftOutput`."""
         states = self.norm.take(stream, index, features)
         features[: states.shape[0]].copy_(states)
         return states

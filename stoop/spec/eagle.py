@@ -121,18 +121,22 @@ class EagleSpeculator:
         self._prepare_eagle_inputs()
         token_ids = self.prefill_inputs.token_ids[: batch.num_tokens_padded]
         features = self._target_features(batch.num_tokens_padded)
-        stream = self.head(token_ids, features, batch.positions, run.context)
         last = self.prefill_inputs.last_token_indices[: batch.num_reqs_padded]
-        # Into all of the buffer: a draft decode may take more rows.
-        self._draft(self.head.take(stream, last, self.features), run.needs.kind)
+        # Features into all of the buffer: a draft decode may take more rows.
+        states = self.head.states(
+            token_ids, features, batch.positions, run.context, last, self.features
+        )
+        self._draft(states, run.needs.kind)
 
     def decode(self, run: Pass) -> None:
         """D: one more draft for each row that has room."""
         batch = run.batch
         self._prepare_decode_inputs()
         features = self.features[: batch.num_reqs_padded]
-        stream = self.head(batch.input_ids, features, batch.positions, run.context)
-        self._draft(self.head.take(stream, None, features), run.needs.kind)
+        states = self.head.states(
+            batch.input_ids, features, batch.positions, run.context, None, features
+        )
+        self._draft(states, run.needs.kind)
 
     def _prepare_padding(self, num_reqs: int) -> InputBatch:
         """Rows of padding, and what both phases read of them."""

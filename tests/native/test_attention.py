@@ -202,7 +202,7 @@ def test_a_call_names_what_it_writes() -> None:
         (torch.ops.stoop.native_attend.default, {"out"}),
         (torch.ops.stoop.packed_product.default, {"out"}),
         (torch.ops.stoop.packed_rows.default, {"out"}),
-        (torch.ops.stoop.native_layers.default, {"stream", "caches", "tapped"}),
+        (torch.ops.stoop.native_layers.default, {"stream", "caches", "out"}),
     ):
         arguments = operation._schema.arguments
         found = {each.name for each in arguments if each.alias_info and each.alias_info.is_write}

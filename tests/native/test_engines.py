@@ -355,19 +355,68 @@ def test_a_head_takes_rows_of_a_packed_lm_head(
         make_packed(files["llama"], speculative_config=config | {"draft_vocab_size": 50})
 
 
+@pytest.mark.parametrize(
+    ("name", "head", "mutant"),
+    [("llama", "fused", False), ("qwen3", "variant", False), ("llama", "fused", True)],
+)
 def test_a_head_in_one_call_drafts_as_the_loop_does(
-    files: dict[str, Path], heads: dict[str, dict[str, Any]]
+    files: dict[str, Path],
+    heads: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    head: str,
+    mutant: bool,
 ) -> None:
+    """In a prefill, the last layer's output is computed of the tokens that drafts follow only.
+
+    mutant: of the tokens before them
+    """
+    run_for = FusedLayers.run_for
+
+    def earlier(self: FusedLayers, wanted: Any, *args: Any, **kwargs: Any) -> Any:
+        return run_for(self, (wanted - 1).clamp(min=0), *args, **kwargs)
+
+    if mutant:
+        monkeypatch.setattr(FusedLayers, "run_for", earlier)
     traces = []
     for fused in (True, False):
-        config = heads["fused"] | {"num_speculative_tokens": 2}
-        llm = make_packed(files["llama"], speculative_config=config, **drafters.SETTINGS)
-        head: Any = llm.engine.runner.draft_model
-        assert head.fused is not None and head.fc.scheme.name == "Q8_0"
+        config = heads[head] | {"num_speculative_tokens": 2}
+        llm = make_packed(files[name], speculative_config=config, **drafters.SETTINGS)
+        made: Any = llm.engine.runner.draft_model
+        assert made.fused is not None and made.fc.scheme.name == "Q8_0"
         if not fused:
-            head.fused = None
+            made.fused = None
         traces.append(drafters.run(llm, 2))
-    assert traces[0].drafts == traces[1].drafts
+    assert (traces[0].drafts == traces[1].drafts) != mutant
+    assert traces[0].answers == traces[1].answers
+
+
+def test_wanted_tokens_have_the_bits_of_all(
+    files: dict[str, Path], heads: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, some repeatedly, more of them than there are tokens."""
+    run_for, compared = FusedLayers.run_for, []
+
+    def both(
+        self: FusedLayers, wanted: Any, ctx: Any, stream: Any, rotation: Any, given: Any = None
+    ) -> Any:
+        whole = stream.clone()
+        assert self.run(ctx, whole, rotation, given=given) is not None
+        num_tokens = stream.shape[0]
+        generator = torch.Generator().manual_seed(num_tokens)
+        other = torch.randint(num_tokens, (num_tokens + 3,), generator=generator)
+        for tokens in (other, wanted):
+            found = run_for(self, tokens, ctx, stream, rotation, given)
+            assert found is not None and torch.equal(found, whole[tokens])
+        compared.append(num_tokens)
+        return found
+
+    monkeypatch.setattr(FusedLayers, "run_for", both)
+    for name, head in (("llama", "fused"), ("qwen3", "variant")):
+        config = heads[head] | {"num_speculative_tokens": 2}
+        llm = make_packed(files[name], speculative_config=config, **drafters.SETTINGS)
+        drafters.run(llm, 2)
+    assert len(compared) > 20 and max(compared) > 16  # also rows of several blocks of queries
 
 
 @pytest.mark.parametrize("mutant", [False, True])

@@ -112,6 +112,11 @@ MUTANTS = {
         "return std::min<int64_t>(context + i + 1, length); };",
         "return std::min<int64_t>(context + i + 2, length); };",
     ),
+    "the output of another token": (
+        "stoop_cpu.cpp",
+        "const int64_t t = run.wanted.tokens[i];",
+        "const int64_t t = i;",
+    ),
     "the state of the slot's former request": (
         "recurrent.h",
         "s[i] = r.fresh ? zero() : load(matrix + i * r.lanes);",

@@ -20,7 +20,7 @@ from stoop.ops.native.build import BuildError, load
 
 log = logging.getLogger(__name__)
 
-VERSION = 6
+VERSION = 7
 # How long idle threads spin for the next call before they sleep: about the host's part of a step.
 SPIN_MICROSECONDS = 3000
 
@@ -82,6 +82,10 @@ class Stack(ctypes.Structure):
         ("sin", c_void_p),
         ("tap_stride", c_int64),
     )
+
+
+class Wanted(ctypes.Structure):
+    _fields_ = (("tokens", c_void_p), ("count", c_int64), ("out", c_void_p))
 
 
 class Batch(ctypes.Structure):
@@ -152,7 +156,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stoop_start": (c_void_p, [c_int]),
     "stoop_spin": (None, [c_void_p, c_int]),
     "stoop_group_bytes": (c_int64, [c_int]),
-    "stoop_layers": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
+    "stoop_layers": (None, [c_void_p] * 5 + [c_int64, c_void_p]),
     "stoop_product": (
         None,
         [

@@ -31,6 +31,14 @@ struct Stack {
     int64_t tap_stride;  // from token to token, in floats
 };
 
+// The tokens that the last layer's result is needed of: it stores keys and values of all, and computes
+// the rest for these
+struct Wanted {
+    const int64_t* tokens;  // [count]; null for all tokens of the batch
+    int64_t count;
+    float* out;  // [count, hidden_size], the stream of these tokens as it leaves the last layer
+};
+
 // Memory of a pass, shared by all threads
 class Scratch {
 public:
@@ -162,6 +170,7 @@ void multiply_gated(const Matrix& m, const float* bias, const Inputs& in, int64_
 struct QueryBlocks {
     struct Block {
         int64_t row, first, last;
+        bool lone;  // the only one of its row
     };
     std::vector<Block> blocks;
     bool few;  // threads share the heads of a block
@@ -170,7 +179,21 @@ struct QueryBlocks {
         for (int64_t row = 0; row < batch.num_reqs; row++) {
             const int64_t count = batch.query_start_loc[row + 1] - batch.query_start_loc[row];
             for (int64_t first = 0; first < count; first += QUERY_BLOCK)
-                blocks.push_back({row, first, std::min<int64_t>(first + QUERY_BLOCK, count)});
+                blocks.push_back({row, first, std::min<int64_t>(first + QUERY_BLOCK, count), count <= QUERY_BLOCK});
+        }
+        few = size() < 4 * team.size();
+    }
+    // Of these tokens alone, each once
+    QueryBlocks(const Batch& batch, const Wanted& wanted, const Team& team) {
+        std::vector<int64_t> tokens(wanted.tokens, wanted.tokens + wanted.count);
+        std::sort(tokens.begin(), tokens.end());
+        tokens.erase(std::unique(tokens.begin(), tokens.end()), tokens.end());
+        int64_t row = 0;
+        for (int64_t token : tokens) {
+            while (row < batch.num_reqs && batch.query_start_loc[row + 1] <= token) row++;
+            if (row == batch.num_reqs) break;  // the rest is padding
+            const int64_t first = token - batch.query_start_loc[row];
+            blocks.push_back({row, first, first + 1, true});
         }
         few = size() < 4 * team.size();
     }
@@ -178,9 +201,9 @@ struct QueryBlocks {
     // The row of a block that is its only one; else -1. A prompt's keys are read again and again, so
     // they need not be fetched ahead.
     int64_t lone_row(int block) const {
-        if (block >= size() || blocks[size_t(block)].first) return -1;
-        const int64_t row = blocks[size_t(block)].row;
-        return block + 1 < size() && blocks[size_t(block) + 1].row == row ? -1 : row;
+        if (block >= size()) return -1;
+        const Block& found = blocks[size_t(block)];
+        return found.lone ? found.row : -1;
     }
 };
 
@@ -205,7 +228,7 @@ void attend(const AttentionCall& call, const QueryBlocks& queries, const Inputs*
     const Batch& batch = call.batch;
     const int num_heads = call.heads.num_heads;
     auto attend_heads = [&](int block, int head_begin, int head_end) {
-        const auto& [row, first, last] = queries.blocks[size_t(block)];
+        const auto& [row, first, last, lone] = queries.blocks[size_t(block)];
         const int64_t next_row = queries.few ? -1 : queries.lone_row(block + 1);
         const int at_once = PAIR_BLOCK / int(last - first);
         for (int head = head_begin; head < head_end; head += at_once)
@@ -239,9 +262,12 @@ struct StackRun {
     float* stream;
     const float* input;   // of the first layer's attention, instead of the normed stream; or null
     int64_t input_width;
-    Inputs first, normed, attended, gated;
+    Wanted wanted;
+    Inputs first, normed, attended, gated, picked;
     float* qkv;
-    QueryBlocks queries;
+    QueryBlocks queries, wanted_queries;
+
+    const Layer* last() const { return stack.layers + stack.num_layers - 1; }
 };
 
 void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int thread, Team& team) {
@@ -261,20 +287,32 @@ void run_layer(const StackRun& run, const Layer& layer, Upcoming& upcoming, int 
         rotate_and_store(run.qkv + t * width, t, batch, layer.heads, run.stack.rotary, layer.head_norms, layer.cache,
                          layer.cache_part);
     });
+    const bool some = run.wanted.tokens && &layer == run.last();
     // A group of inputs must lie in one head for the thread that computes it to round it.
-    const bool rounds = layer.heads.head_dim % INPUT_GROUP == 0;
+    const bool rounds = layer.heads.head_dim % INPUT_GROUP == 0 && !some;
     attend({run.qkv, width, layer.cache, layer.cache_part, batch, layer.heads, attended.rows, q_size},
-           run.queries, rounds ? &attended : nullptr, thread, team);
+           some ? run.wanted_queries : run.queries, rounds ? &attended : nullptr, thread, team);
     team.barrier();
-    const Layer* after = &layer + 1;
-    if (after < run.stack.layers + run.stack.num_layers) upcoming.restart(after->cache, after->cache + after->cache_part);
+    if (&layer < run.last()) upcoming.restart((&layer + 1)->cache, (&layer + 1)->cache + (&layer + 1)->cache_part);
     else upcoming.blocks.clear();
-    if (!rounds) fill_normed(attended.rows, q_size, nullptr, 0.f, num_tokens, attended, thread, team);
-    multiply_into(layer.o, layer.o_bias, attended, num_tokens, run.stream, hidden, true, upcoming, thread, team);
-    fill_normed(run.stream, hidden, layer.post_norm, layer.eps, num_tokens, normed, thread, team);
-    multiply_gated(layer.gate_up, layer.gate_up_bias, normed, num_tokens, gated.rows, gated.width, &gated, upcoming, thread,
+    const Inputs mixed = some ? run.picked.of(layer.o) : attended;
+    const int64_t count = some ? run.wanted.count : num_tokens;
+    float* stream = some ? run.wanted.out : run.stream;
+    if (some) {
+        for_rows(count, thread, team, [&](int64_t i) {
+            const int64_t t = run.wanted.tokens[i];
+            std::memcpy(stream + i * hidden, run.stream + t * hidden, size_t(hidden) * 4);
+            std::memcpy(mixed.rows + i * q_size, attended.rows + t * q_size, size_t(q_size) * 4);
+            mixed.round(i, 0, q_size);
+        });
+    } else if (!rounds) {
+        fill_normed(attended.rows, q_size, nullptr, 0.f, num_tokens, attended, thread, team);
+    }
+    multiply_into(layer.o, layer.o_bias, mixed, count, stream, hidden, true, upcoming, thread, team);
+    fill_normed(stream, hidden, layer.post_norm, layer.eps, count, normed, thread, team);
+    multiply_gated(layer.gate_up, layer.gate_up_bias, normed, count, gated.rows, gated.width, &gated, upcoming, thread,
                    team);
-    multiply_into(layer.down, layer.down_bias, gated, num_tokens, run.stream, hidden, true, upcoming, thread, team);
+    multiply_into(layer.down, layer.down_bias, gated, count, stream, hidden, true, upcoming, thread, team);
 }
 
 struct ProductRun {
@@ -296,7 +334,7 @@ struct ProductRun {
 extern "C" {
 
 // Changes whenever a structure or a signature below does.
-int stoop_version() { return 6; }
+int stoop_version() { return 7; }
 
 const char* stoop_isa() {
 #if STOOP_AVX512
@@ -327,30 +365,35 @@ int64_t stoop_group_bytes(int format) {
 
 // Adds attention and MLP of all layers to the stream [tokens, hidden_size].
 // input: [tokens, input_width], what the first layer attends over instead of the normed stream; or null
+// wanted: if it names tokens, the stream is left as it enters the last layer
 void stoop_layers(void* handle, const Stack* stack, const Batch* batch, float* stream, const float* input,
-                  int64_t input_width) {
+                  int64_t input_width, const Wanted* wanted) {
     auto& engine = *static_cast<Engine*>(handle);
     std::lock_guard<std::mutex> lock(engine.in_use);
     const Layer& first = stack->layers[0];
     Scratch& scratch = engine.scratch;
     const int64_t num_tokens = batch->num_tokens, q_size = int64_t(first.heads.num_heads) * first.heads.head_dim;
     scratch.restart();
-    StackRun run{*stack, *batch, stream, input, input_width,
+    const int64_t most = std::max(num_tokens, wanted->count);
+    StackRun run{*stack, *batch, stream, input, input_width, *wanted,
                  Inputs::take(scratch, input ? num_tokens : 0, input_width),
-                 Inputs::take(scratch, num_tokens, stack->hidden_size),
+                 Inputs::take(scratch, most, stack->hidden_size),
                  Inputs::take(scratch, num_tokens, q_size),
-                 Inputs::take(scratch, num_tokens, stack->intermediate_size),
+                 Inputs::take(scratch, most, stack->intermediate_size),
+                 Inputs::take(scratch, wanted->count, q_size),
                  scratch.take(num_tokens * first.qkv.num_outputs),
-                 QueryBlocks(*batch, engine.team)};
+                 QueryBlocks(*batch, engine.team),
+                 QueryBlocks(*batch, *wanted, engine.team)};
     scratch.place();
-    for (Inputs* inputs : {&run.first, &run.normed, &run.attended, &run.gated}) inputs->place(scratch);
+    for (Inputs* inputs : {&run.first, &run.normed, &run.attended, &run.gated, &run.picked}) inputs->place(scratch);
     run.qkv = scratch.at(run.qkv);
     engine.team.run(
         [](void* argument, int thread, Team& team) {
             auto& run = *static_cast<StackRun*>(argument);
             const Layer& first = run.stack.layers[0];
             Upcoming upcoming;
-            find_upcoming(run.batch, first.heads, run.queries, thread, team, upcoming);
+            const bool some = run.wanted.tokens && run.stack.num_layers == 1;
+            find_upcoming(run.batch, first.heads, some ? run.wanted_queries : run.queries, thread, team, upcoming);
             upcoming.restart(first.cache, first.cache + first.cache_part);
             for (int64_t i = 0; i < run.stack.num_layers; i++)
                 run_layer(run, run.stack.layers[i], upcoming, thread, team);
