@@ -125,6 +125,11 @@ class AdaptiveDrafts:
         if scheduler.redraft:
             return  # decided, and waits for results
         num_reqs = len(scheduler.running)
+        scheduler.keeps_drafter_kv = self.num_drafts > 0 or not self.hopeless
+        if not _any_wants_drafts(scheduler):
+            # What was decided stays as it is for the next request.
+            scheduler.num_places, scheduler.num_drafts = self.costs.plan(num_reqs, 0)
+            return
         self._countdown -= 1
         # A batch of another size is decided on at once.
         far = not self._decided_at <= 2 * num_reqs <= 4 * self._decided_at
@@ -341,6 +346,16 @@ class AdaptiveDrafts:
         }
         # Another thread may ask while a load is measured again.
         return max(speeds, key=lambda count: speeds[count], default=0)
+
+
+def _any_wants_drafts(scheduler: Scheduler) -> bool:
+    """Whether a request of the next step may get drafts, in this step or later."""
+    running, config = scheduler.running, scheduler.config
+    limit = config.drafter_max_len
+    if any(each.wants_drafts(limit) for each in running):
+        return True
+    joins = len(running) < config.max_num_seqs and scheduler.waiting
+    return bool(joins) and scheduler.waiting.peek().wants_drafts(limit)
 
 
 def _drafts(count: int) -> str:

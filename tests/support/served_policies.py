@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stoop.core.step import PlannedRow, RowResult, StepResult
@@ -39,14 +39,16 @@ class PolicyServer:
         token_seconds: float = 0.001,
         draft_seconds: float = 0.0004,
         seed: int = 1,
+        limits: Sequence[int] = (DRAFTS,),
     ) -> None:
         """decode_seconds: of a step, by requests and drafts; token_seconds: of a prompt's token;
-        draft_seconds: of one draft for all requests, a part of the former"""
+        draft_seconds: of one draft for all requests, a part of the former; limits: drafts that
+        requests ask for, in turns"""
         self.policy, self.num_reqs = policy, num_reqs
         self.decode_seconds = decode_seconds
         self.prompt_len, self.answer_len = prompt_len, answer_len
         self.token_seconds, self.draft_seconds = token_seconds, draft_seconds
-        self.random = random.Random(seed)
+        self.random, self.limits = random.Random(seed), limits
         self.scheduler = make_scheduler(
             num_blocks=100_000,
             max_model_len=60_000,
@@ -83,8 +85,8 @@ class PolicyServer:
     def _add(self) -> None:
         prompt = [self.random.randrange(1, 9) for _ in range(self.prompt_len)]
         length = self.answer_len(self.random)
-        name = f"{self.num_added}"
-        self.scheduler.add(make_request(name, prompt, max_tokens=length, num_drafts=DRAFTS))
+        name, limit = f"{self.num_added}", self.limits[self.num_added % len(self.limits)]
+        self.scheduler.add(make_request(name, prompt, max_tokens=length, num_drafts=limit))
         self.num_added += 1
 
     def _seconds(self, rows: list[PlannedRow], made: int) -> float:
@@ -103,5 +105,6 @@ class PolicyServer:
         while accepted < verified and self.random.random() < rate:
             accepted += 1
         (request,) = [r for r in self.scheduler.running if r.request_id == row.request_id]
-        self.made[stay] = 0 if request.num_drafter_kv is not None else made
+        follows = request.num_drafter_kv is None
+        self.made[stay] = min(made, row.rules.num_drafts) if follows else 0
         return RowResult(row.request_id, row.epoch, [7] * (accepted + 1), verified)

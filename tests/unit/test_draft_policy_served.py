@@ -1,7 +1,7 @@
 """The number of drafts for requests that come, change and go, by times given by hand."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -124,6 +124,32 @@ def test_a_request_at_its_last_token_stops_no_drafts(policy: Callable[[], Adapti
     server = PolicyServer(policy(), 1, seconds, prompt_len=5, answer_len=upto(10, 40))
     server.serve(0.9, 200)
     assert server.serve(0.9, 1000).chosen[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_reqs", "limits", "answer_len"),
+    [
+        (captured, 1, (0, 3), upto(35, 45)),
+        (captured, 4, (0, 0, 0, 3), upto(35, 45)),
+        (captured, 1, (3,), lambda source: source.choice([2, 40])),
+        (eager, 1, (0, 3), upto(35, 45)),
+    ],
+)
+def test_requests_that_want_no_drafts_keep_none_from_others(
+    policy: Callable[[], AdaptiveDrafts],
+    num_reqs: int,
+    limits: Sequence[int],
+    answer_len: Callable[[random.Random], int],
+) -> None:
+    """Before them or beside them: what was decided holds for the next one that wants some."""
+    seconds = memory_bound if policy is eager else on_gpu
+    costs = {} if policy is eager else {"token_seconds": 2e-5, "draft_seconds": 0.0002}
+
+    def speed(policy: AdaptiveDrafts | HeldDrafts) -> float:
+        server = PolicyServer(policy, num_reqs, seconds, 100, answer_len, limits=limits, **costs)
+        return server.serve(0.8, 1500).speed
+
+    assert speed(policy()) > max(speed(HeldDrafts(count)) for count in CAPTURED)
 
 
 def test_requests_that_are_too_short_for_drafts_get_none() -> None:
