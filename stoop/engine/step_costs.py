@@ -5,6 +5,7 @@ measured while requests are served.
 """
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,9 @@ from stoop.engine.draft_costs import load_of
 HOST_DRAFTING = 1.05  # times what a step without drafts takes the host
 APART = 0.25  # share of the shorter of device and host time that does not overlap with the longer
 AVERAGED = 16  # steps, roughly, whose times count
+FEW_AVERAGED = 4  # steps of prompts alone
+LONG_PROMPTS = 256  # tokens in a step that tell what each of them takes
+MOST_PROMPTS = 0.5  # share of a step that prompts may take, so that the rest tells what decodes do
 MUCH = 3  # times what a graph takes: more is due to long prompts, which come now and then
 LEARNED = 32  # steps after which their mean time is known
 FIRST_TRY, LAST_TRY = 256, 8192  # steps before fewer drafts are tried, to see what they take
@@ -116,6 +120,7 @@ class GraphCosts:
         self.host_computes = host_computes
         self.added = 0.0  # seconds of a step beyond those of its graph
         self.host = 0.0  # seconds of the host in a step
+        self.seconds_per_token = times.seconds_per_token  # until prompts show more
         self._trials: dict[int, TrialOfFewer] = {}  # by load
         self._load = 1
 
@@ -148,10 +153,6 @@ class GraphCosts:
     def sizes(self) -> list[int]:
         return self.times.sizes
 
-    @property
-    def seconds_per_token(self) -> float:
-        return self.times.seconds_per_token
-
     def plan(self, num_reqs: int, num_drafts: int) -> tuple[int, int]:
         """In a graph of a whole step both are the same."""
         return num_drafts, num_drafts
@@ -161,16 +162,31 @@ class GraphCosts:
         expected = self.times.at(num_reqs, plan.num_drafts)
         if expected is None or time.seconds is None:
             return
-        if first.decodes:
-            most = MUCH * max(self.times.at(num_reqs, each) or 0.0 for each in self.counts)
-            self.trial(num_reqs).note(first.num_tokens - 1, min(time.seconds - expected, most))
         if not self.host_computes:
             busy = min(time.seconds - time.waited, MUCH * expected)
             self.host += (busy - self.host) / AVERAGED
-        added = min(max(time.seconds - expected, 0.0), MUCH * expected)
+        prompts = itertools.takewhile(lambda row: not row.decodes, reversed(plan.rows))
+        num_tokens = sum(row.num_tokens for row in prompts)
+        if not first.decodes:
+            self._note_prompts(num_tokens, time.seconds)
+            return
+        # Prompts are due to requests that ended. With more drafts these are more in each step, and
+        # as many in all.
+        beside = num_tokens * self.seconds_per_token
+        if beside > MOST_PROMPTS * time.seconds:
+            return
+        excess = time.seconds - beside - expected
+        most = MUCH * max(self.times.at(num_reqs, each) or 0.0 for each in self.counts)
+        self.trial(num_reqs).note(first.num_tokens - 1, min(excess, most))
+        added = min(max(excess, 0.0), MUCH * expected)
         if not self.host_computes and time.waited < 0.02 * time.seconds:
             added = min(added, self.added)  # the device waits for the host: it takes less than that
         self.added += (added - self.added) / AVERAGED
+
+    def _note_prompts(self, num_tokens: int, seconds: float) -> None:
+        """A step took so long that only computed prompts."""
+        if num_tokens >= LONG_PROMPTS:
+            self.seconds_per_token += (seconds / num_tokens - self.seconds_per_token) / FEW_AVERAGED
 
     def tries(self, num_reqs: int) -> bool:
         self._load = self._load_at(num_reqs)

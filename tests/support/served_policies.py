@@ -40,15 +40,18 @@ class PolicyServer:
         draft_seconds: float = 0.0004,
         seed: int = 1,
         limits: Sequence[int] = (DRAFTS,),
+        host_seconds: float | None = None,
     ) -> None:
         """decode_seconds: of a step, by requests and drafts; token_seconds: of a prompt's token;
         draft_seconds: of one draft for all requests, a part of the former; limits: drafts that
-        requests ask for, in turns"""
+        requests ask for, in turns; host_seconds: of a step, for which it does not wait for a
+        device; None: the host computes"""
         self.policy, self.num_reqs = policy, num_reqs
         self.decode_seconds = decode_seconds
         self.prompt_len, self.answer_len = prompt_len, answer_len
         self.token_seconds, self.draft_seconds = token_seconds, draft_seconds
         self.random, self.limits = random.Random(seed), limits
+        self.host_seconds = host_seconds
         self.scheduler = make_scheduler(
             num_blocks=100_000,
             max_model_len=60_000,
@@ -75,7 +78,8 @@ class PolicyServer:
             rows = [self._answer(row, plan.num_drafts, rate) for row in plan.rows]
             result = StepResult(plan.index, rows)
             drafting = self.draft_seconds * plan.num_drafts
-            self.policy.note(plan, result, StepTime(taken, 0.0, taken, drafting))
+            waited = 0.0 if self.host_seconds is None else max(0.0, taken - self.host_seconds)
+            self.policy.note(plan, result, StepTime(taken, waited, taken, drafting))
             before = self.scheduler.stats.num_generated_tokens
             self.scheduler.update(result)
             served.tokens += self.scheduler.stats.num_generated_tokens - before

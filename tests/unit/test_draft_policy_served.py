@@ -12,6 +12,7 @@ from stoop.engine.step_costs import GraphCosts, StepTimes
 from support.served_policies import PolicyServer
 
 EAGER, CAPTURED = (0, 1, 2, 3), (0, 1, 3)
+GPU = {"token_seconds": 1e-5, "draft_seconds": 0.0002, "host_seconds": 0.001}
 
 
 def memory_bound(num_reqs: int, num_drafts: int) -> float:
@@ -46,7 +47,7 @@ def upto(low: int, high: int) -> Callable[[random.Random], int]:
 @pytest.mark.parametrize("num_good", [200, 2000])
 def test_a_long_answer_whose_drafts_become_bad(num_reqs: int, num_good: int) -> None:
     """What was accepted long ago says little."""
-    server = PolicyServer(captured(), num_reqs, on_gpu, token_seconds=1e-5, draft_seconds=0.0002)
+    server = PolicyServer(captured(), num_reqs, on_gpu, **GPU)
     assert server.serve(0.9, num_good).chosen[3] > 0.9 * num_good
     bad = server.serve(0.0, 800)
     assert bad.speed > 0.95 * num_reqs / on_gpu(num_reqs, 0)
@@ -62,7 +63,7 @@ def test_a_long_answer_whose_drafts_become_bad_without_graphs(num_good: int) -> 
 
 def test_a_long_answer_whose_drafts_become_good_again() -> None:
     """While there are none, its tokens are computed again now and then to find that out."""
-    server = PolicyServer(captured(256), 1, on_gpu, token_seconds=1e-5, draft_seconds=0.0002)
+    server = PolicyServer(captured(256), 1, on_gpu, **GPU)
     server.serve(0.9, 200)
     assert server.serve(0.0, 600).chosen[0] > 100
     good = server.serve(0.9, 3000)
@@ -71,7 +72,7 @@ def test_a_long_answer_whose_drafts_become_good_again() -> None:
 
 
 def test_probes_of_a_long_answer_cost_little() -> None:
-    server = PolicyServer(captured(256), 1, on_gpu, token_seconds=1e-5, draft_seconds=0.0002)
+    server = PolicyServer(captured(256), 1, on_gpu, **GPU)
     server.serve(0.0, 1000)
     bad = server.serve(0.0, 6000)
     assert server.scheduler.stats.num_computed_again > 0, "there were some"
@@ -121,7 +122,8 @@ def test_prompts_beside_decodes_are_no_part_of_their_load(seed: int) -> None:
 def test_a_request_at_its_last_token_stops_no_drafts(policy: Callable[[], AdaptiveDrafts]) -> None:
     """It gets none, but the next one in its place does, from its first token on."""
     seconds = memory_bound if policy is eager else on_gpu
-    server = PolicyServer(policy(), 1, seconds, prompt_len=5, answer_len=upto(10, 40))
+    costs = {} if policy is eager else GPU
+    server = PolicyServer(policy(), 1, seconds, prompt_len=5, answer_len=upto(10, 40), **costs)
     server.serve(0.9, 200)
     assert server.serve(0.9, 1000).chosen[0] == 0
 
@@ -143,7 +145,7 @@ def test_requests_that_want_no_drafts_keep_none_from_others(
 ) -> None:
     """Before them or beside them: what was decided holds for the next one that wants some."""
     seconds = memory_bound if policy is eager else on_gpu
-    costs = {} if policy is eager else {"token_seconds": 2e-5, "draft_seconds": 0.0002}
+    costs = {} if policy is eager else GPU
 
     def speed(policy: AdaptiveDrafts | HeldDrafts) -> float:
         server = PolicyServer(policy, num_reqs, seconds, 100, answer_len, limits=limits, **costs)
@@ -152,6 +154,41 @@ def test_requests_that_want_no_drafts_keep_none_from_others(
     assert speed(policy()) > max(speed(HeldDrafts(count)) for count in CAPTURED)
 
 
+@pytest.mark.parametrize(
+    ("num_reqs", "prompt_len", "answer_len", "rate", "best"),
+    [
+        (64, 100, upto(50, 150), 0.7, 1),
+        (64, 500, upto(200, 300), 0.7, 1),
+        (256, 512, upto(100, 200), 0.5, 0),
+        (32, 1000, upto(50, 100), 0.7, 3),
+    ],
+)
+def test_prompts_beside_decodes_are_no_cost_of_either(
+    num_reqs: int,
+    prompt_len: int,
+    answer_len: Callable[[random.Random], int],
+    rate: float,
+    best: int,
+) -> None:
+    """More tokens a step end more requests in it, whose successors' prompts take longer. That
+    must not look as if each step took longer anyway, which would speak for more drafts."""
+
+    def seconds(num_reqs: int, num_drafts: int) -> float:
+        """As of an 8B model on an H200: bound by memory up to 160 tokens."""
+        return 0.0038 * max(1.0, num_reqs * (num_drafts + 1) / 160) + 0.0003 * num_drafts
+
+    def server(policy: AdaptiveDrafts | HeldDrafts) -> PolicyServer:
+        costs = {"token_seconds": 2e-5, "draft_seconds": 0.0003, "host_seconds": 0.0007}
+        return PolicyServer(policy, num_reqs, seconds, prompt_len, answer_len, **costs)
+
+    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    times = StepTimes({(size, count): seconds(size, count) for size in sizes for count in CAPTURED})
+    held = {count: server(HeldDrafts(count)).serve(rate, 800).speed for count in CAPTURED}
+    served = server(AdaptiveDrafts(GraphCosts(times, CAPTURED), CAPTURED)).serve(rate, 800)
+    assert max(held, key=lambda count: held[count]) == best
+    assert served.speed > 0.97 * held[best]
+
+
 def test_requests_that_are_too_short_for_drafts_get_none() -> None:
-    server = PolicyServer(captured(), 4, on_gpu, answer_len=upto(2, 2))
+    server = PolicyServer(captured(), 4, on_gpu, answer_len=upto(2, 2), **GPU)
     assert server.serve(0.9, 100).chosen[0] > 95
