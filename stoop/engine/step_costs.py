@@ -229,7 +229,7 @@ class TrialOfFewer:
         self.left = 0  # steps of a trial
         self._tried_at = 0  # number of drafts before the trial
         self._before = 0.0
-        self._shown_once = False  # the last trial showed something, and the next one has to agree
+        self._shown_of = 0  # number that the last trial spoke against: a second one has to agree
         self._count, self._num_noted, self._mean = 0, 0, 0.0  # excess seconds of the steps at hand
         self._gap, self._since = FIRST_TRY, 0
         self._lasts, self._age = FIRST_TRY, 0
@@ -251,7 +251,7 @@ class TrialOfFewer:
         self._since += num_steps
         if self._count != count or self._num_noted < LEARNED:
             return False
-        if not self._shown_once:
+        if self._shown_of != count:
             if self._since < self._gap or self._mean < UNSURE * graph:
                 return False
             self._gap = min(2 * self._gap, LAST_TRY)
@@ -263,7 +263,7 @@ class TrialOfFewer:
         """End a trial that has shown nothing; the next one begins soon, but not at once: the load
         may go on changing."""
         if self.left > 0:
-            self.left, self._shown_once = 0, False
+            self.left = self._shown_of = 0
             self._since = self._gap - FIRST_TRY
 
     def go_on(self, count: int, num_steps: int, graph: float) -> bool:
@@ -274,8 +274,9 @@ class TrialOfFewer:
         saved = self._before - self._mean
         known = self._count == count and self._num_noted >= LEARNED // 2
         shows = known and saved > WORTH * (graph + self._before)
-        if shows and self._shown_once:
+        agrees = self._shown_of == self._tried_at
+        if shows and agrees:
             self.held[self._tried_at] = saved
             self._age = 0
-        self._shown_once = shows and not self._shown_once
+        self._shown_of = self._tried_at if shows and not agrees else 0
         return False

@@ -73,6 +73,22 @@ def test_a_trial_that_was_interrupted_begins_again_soon_but_not_at_once() -> Non
     assert trial.begin(3, 1, graph=0.004)
 
 
+def test_trials_of_other_numbers_do_not_agree() -> None:
+    trial = TrialOfFewer()
+    for more, fewer, asked in ((7, 3, FIRST_TRY), (3, 1, 2 * FIRST_TRY)):
+        notes(trial, more, 0.010, LEARNED)
+        assert not trial.begin(more, asked - 1, graph=0.004), "nothing is known of it yet"
+        assert trial.begin(more, 1, graph=0.004)
+        notes(trial, fewer, 0.002, LEARNED)
+        assert not trial.go_on(fewer, LEARNED, graph=0.004)
+    assert not trial.held
+    notes(trial, 3, 0.010, LEARNED)
+    assert trial.begin(3, 1, graph=0.004)
+    notes(trial, 1, 0.002, LEARNED)
+    trial.go_on(1, LEARNED, graph=0.004)
+    assert trial.held == {3: pytest.approx(0.008)}
+
+
 def test_there_is_no_trial_where_graphs_tell_enough() -> None:
     trial = TrialOfFewer()
     notes(trial, 3, 0.001, LEARNED)
