@@ -184,9 +184,10 @@ class GraphCosts:
         self.added += (added - self.added) / AVERAGED
 
     def _note_prompts(self, num_tokens: int, seconds: float) -> None:
-        """A step took so long that only computed prompts."""
+        """A step took so long that only computed prompts. The first ones load kernels, too."""
         if num_tokens >= LONG_PROMPTS:
-            self.seconds_per_token += (seconds / num_tokens - self.seconds_per_token) / FEW_AVERAGED
+            each = min(seconds / num_tokens, MUCH * self.times.seconds_per_token)
+            self.seconds_per_token += (each - self.seconds_per_token) / FEW_AVERAGED
 
     def tries(self, num_reqs: int) -> bool:
         self._load = self._load_at(num_reqs)

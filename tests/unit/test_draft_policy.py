@@ -224,6 +224,28 @@ def test_long_contexts_favour_drafts(host_computes: bool) -> None:
     assert policy.num_drafts == 3
 
 
+def test_what_a_token_of_prompts_takes_is_learned_from_steps_of_prompts_alone() -> None:
+    costs = GraphCosts(TIMES, COUNTS)
+    at_first, waited = TIMES.seconds_per_token, 0.001
+
+    def note(seconds: float, rows: Sequence[Row], num_drafts: int = 0) -> None:
+        costs.note(StepPlan(0, list(rows), num_drafts), StepTime(seconds, waited))  # type: ignore[arg-type]
+
+    note(0.001, [Row(False, 8)])
+    assert costs.seconds_per_token == at_first, "it says what a step takes, whatever its prompts"
+    note(5.0, [Row(False, 2048)])
+    assert at_first < costs.seconds_per_token < 2 * at_first, "kernels were loaded"
+    for _ in range(40):
+        note(0.010, [Row(False, 500), Row(False, 500)])
+    assert costs.seconds_per_token == pytest.approx(1e-5, rel=0.01)
+    plain = TIMES.at(65, 0)
+    assert plain is not None
+    for _ in range(100):
+        note(plain + 0.002 + 0.003, [*[Row(True, 1)] * 64, Row(False, 300)])
+        note(plain + 0.050, [*[Row(True, 1)] * 64, Row(False, 4000)])
+    assert costs.added == pytest.approx(0.002, rel=0.01), "mostly prompts: tells nothing"
+
+
 def test_a_slow_host_favours_drafts() -> None:
     """A step takes it as long however many there are, so the more tokens the better."""
     policy = make_policy(TIMES, COUNTS)
