@@ -127,7 +127,7 @@ def test_heads_in_graphs_change_nothing(
 
 
 @pytest.mark.parametrize("method", ["oracle", "eagle3"])
-@pytest.mark.parametrize("mode", ["step", "full"])
+@pytest.mark.parametrize("mode", ["step", "full", "none"])
 def test_the_number_of_drafts_changes_nothing(
     model: Path, head: Path, method: str, mode: str
 ) -> None:
@@ -137,18 +137,20 @@ def test_the_number_of_drafts_changes_nothing(
     params[::3] = [each.replace(temperature=1.0, seed=4) for each in params[::3]]
     params[1::5] = [SamplingParams(temperature=0, max_tokens=12)] * len(params[1::5])
     wanted = ids(answer(make_grammar_llm(model), params))
-    spec = {"method": method, "num_speculative_tokens": K, "adaptive": True}
+    eager = mode == "none"
+    spec = {"method": method, "num_speculative_tokens": K}
+    if not eager:
+        spec["adaptive"] = True
     if method == "eagle3":
         spec["model"] = str(head)
     llm = make_grammar_llm(
         model,
         speculative_config=spec,
         graph_mode=mode,
-        capture_sizes="8",
-        capture_structured=True,
-        sanitize=True,
+        sanitize=not eager,
+        **({} if eager else {"capture_sizes": "8", "capture_structured": True}),
     )
-    llm.engine.core.drafts = policy = RandomDrafts((0, 1, 3), seed=2)
+    llm.engine.core.drafts = policy = RandomDrafts((0, 1, 3), seed=2, eager=eager)
     tell(make_prompts(count), wanted, 0.3)
     answers = answer(llm, params)
     assert ids(answers) == wanted and set(policy.chosen) == {0, 1, 3}
