@@ -9,13 +9,18 @@ from stoop.cli.bench.common import check_file
 from stoop.cli.options import Model
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
-from stoop.config.speculation import DEFAULT_DRAFT_VOCAB
 
 if TYPE_CHECKING:
     from stoop.text.counting import TokenCounts
 
 FLAG = "--from"
-Size = Annotated[int, typer.Option(min=1, help="number of tokens to list")]
+Size = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="number of tokens to list; default: a quarter of the vocabulary, at most 32,768",
+    ),
+]
 SIZES = (4096, 8192, 16384, 32768, 65536)  # to print the coverage of
 
 
@@ -31,7 +36,7 @@ def draft_vocab(
             "prints",
         ),
     ],
-    size: Size = DEFAULT_DRAFT_VOCAB,
+    size: Size = None,
     out: Annotated[Path, typer.Option(help="file to write")] = Path("draft_vocab.json"),
 ) -> None:
     """List the most frequent tokens of a text, for drafts from a smaller vocabulary.
@@ -52,7 +57,7 @@ def draft_vocab(
     from stoop.checkpoint.fetch import resolve_model
     from stoop.config.schema import EngineOptions
     from stoop.engine.choose_weights import choose_packed
-    from stoop.models.draft_vocab import TokenRanking, write_ranking
+    from stoop.models.draft_vocab import TokenRanking, default_size, write_ranking
     from stoop.models.registry import read_model_spec
     from stoop.text.counting import count_tokens
     from stoop.text.tokenizer import Tokenizer
@@ -63,6 +68,7 @@ def draft_vocab(
         packed = choose_packed(EngineOptions(model=model), find_device("auto"), report)
         folder = resolve_model(model, report=report, packed=packed)
         vocab_size = read_model_spec(folder).vocab_size
+        size = default_size(vocab_size) if size is None else size
         if size >= vocab_size:
             raise ConfigError(
                 f"--size {size}: the model has {vocab_size:,} tokens, choose fewer of them"

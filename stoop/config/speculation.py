@@ -14,7 +14,6 @@ from stoop.config.values import is_whole, plain, shown
 MAX_DRAFTS = 16
 AUTO = "auto"
 AUTO_DRAFTS = 3  # the most that num_speculative_tokens=auto makes, unless the head's author says so
-DEFAULT_DRAFT_VOCAB = 32768  # tokens of a draft vocabulary, unless a size is given
 HEAD_METHODS = get_args(DraftMethod)
 _headless = ["ngram"]  # methods that draft without a head
 EXAMPLE = '{"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 3}'

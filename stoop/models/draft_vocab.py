@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from stoop.config.errors import CheckpointError, ConfigError, StoopError
 from stoop.config.schema import DraftTokens, HeadSpec, ModelSpec
-from stoop.config.speculation import DEFAULT_DRAFT_VOCAB, SpecOptions
+from stoop.config.speculation import SpecOptions
 from stoop.config.values import is_whole, shown
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 FILE = "draft_vocab.json"  # is found in the head's folder
 KIND = "stoop draft vocabulary"
 MANY_TOKENS = 65536  # a vocabulary that is worth a hint
+MOST_LISTED = 32768  # tokens, unless the user asks for more
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def choose_tokens(
     known = vocab_size if ranking is None else len(ranking.token_ids)
     least = -(-max(len(ends), 1) // multiple) * multiple
     if size is None:
-        size = min(DEFAULT_DRAFT_VOCAB, known) // multiple * multiple
+        size = known // multiple * multiple
         if size < least:
             raise ConfigError(
                 f"draft_vocab {path} lists {known:,} tokens, fewer than the {least} that this "
@@ -132,6 +133,12 @@ def choose_tokens(
 
 
 # ---- the file ----
+
+
+def default_size(vocab_size: int) -> int:
+    """How many tokens to list: a quarter of the vocabulary, rounded up to what kernels like."""
+    quarter = -(-vocab_size // 4)
+    return min(MOST_LISTED, -(-quarter // 64) * 64)
 
 
 def write_ranking(path: Path, ranking: TokenRanking, **notes: Any) -> None:

@@ -123,4 +123,4 @@ def test_a_table_of_throughput_is_described_as_it_is() -> None:
 def test_a_head_and_its_vocabulary_are_described_as_they_are() -> None:
     text = " ".join(shown("bench", "step", width=250).split())
     assert "EAGLE-3" not in text and "[default: eagle3]" in text
-    assert "[default: 32,768 with that file, else all]" in text
+    assert "[default: as many as that file lists, else all]" in text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stoop.models.draft_vocab import read_ranking
+from stoop.models.draft_vocab import default_size, read_ranking
 from stoop.text.counting import count_tokens, read_texts
 from stoop.text.tokenizer import Tokenizer
 
@@ -58,6 +58,21 @@ def test_a_tenth_of_the_texts_is_held_out(text_model: Path, tmp_path: Path, stoo
     assert f"2 of 260 tokens cover 96.7% of {questions}, 66.7% of texts held out" in shown
 
 
+def test_a_list_has_a_quarter_of_the_vocabulary(
+    text_model: Path, tmp_path: Path, stoop: Stoop
+) -> None:
+    """Rounded up to a multiple of 64, and of a large vocabulary no more than drafts need."""
+    text, out = tmp_path / "text.txt", tmp_path / "list.json"
+    text.write_text("aaabbc")
+    code, shown, told = stoop(
+        "draft-vocab", str(text_model), "--from", str(text), "--out", str(out)
+    )
+    assert code == 0 and f"{out} lists 128 tokens" in shown, told
+    assert len(read_ranking(out).token_ids) == 128
+    known = {32_000: 8000, 49_152: 12_288, 128_256: 32_064, 151_936: 32_768, 248_320: 32_768}
+    assert {each: default_size(each) for each in known} == known
+
+
 def test_every_layout_is_counted(tmp_path: Path) -> None:
     records = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -102,7 +117,6 @@ def test_long_files_are_read_in_pieces(text_model: Path, tmp_path: Path) -> None
         ('{"text": "a"}\n{"id": 3}\n', "a.jsonl", [], "a.jsonl:2 has no text that stoop can read"),
         ("[1]", "a.jsonl", [], "a.jsonl:1 has no text"),
         ("a", "a.txt", ["--size", "260"], "--size 260: the model has 260 tokens, choose fewer"),
-        ("a", "a.txt", [], "--size 32768: the model has 260 tokens"),
         ("a", "a.txt", ["--out", "/no/such/folder/x.json"], "its folder does not exist"),
     ],
 )
@@ -118,9 +132,8 @@ def test_what_cannot_be_counted_is_refused(
     path = tmp_path / name
     if content is not None:
         path.write_text(content)
-    sizes = [] if "32768" in pattern or "--size" in args else ["--size", "9"]
     out = [] if "--out" in args else ["--out", str(tmp_path / "list.json")]
-    code, _, told = stoop("draft-vocab", str(text_model), "--from", str(path), *args, *sizes, *out)
+    code, _, told = stoop("draft-vocab", str(text_model), "--from", str(path), *args, *out)
     (line,) = [text for text in told.splitlines() if text.startswith("error: ")]
     assert code == 2 and pattern in line
 

@@ -10,7 +10,6 @@ from stoop.bench.shape_configs import EAGLE3, SHAPES
 from stoop.cli.bench.common import check_file, make_head, parse_sizes
 from stoop.cli.options import Command, check_engine, engine_flags, engine_help
 from stoop.cli.start import start_llm
-from stoop.config.speculation import DEFAULT_DRAFT_VOCAB
 
 if TYPE_CHECKING:
     from stoop.bench.step import StepLoad
@@ -41,8 +40,8 @@ DraftVocabSize = Annotated[
     typer.Option(
         min=0,
         help="how many tokens the mtp head can draft: the first in draft_vocab.json of a model "
-        "folder, without that file those with the lowest ids; 0 means all; default: "
-        f"{DEFAULT_DRAFT_VOCAB:,} with that file, else all",
+        "folder, without that file those with the lowest ids; 0 means all; default: as many as "
+        "that file lists, else all",
     ),
 ]
 PromptLen = Annotated[int, typer.Option(min=1, help="prompt tokens per request")]
