@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import torch
+
 from stoop.config.environ import cache_dir
 from stoop.config.schema import EngineOptions, ModelSpec
 from stoop.version import __version__
@@ -56,6 +58,7 @@ class DraftCosts:
     load: int = 1  # requests, a power of two that is not below their number
     tries: int = SURE  # steps at least, by number of drafts, that were compared with steps around
     at: float = field(default_factory=time.time, compare=False)  # seconds since the epoch
+    num_threads: int = field(default=0, compare=False)  # that steps ran on; the store knows it
 
     @property
     def sure(self) -> bool:
@@ -68,12 +71,14 @@ class DraftCosts:
         return [between(self.ms, count) for count in range(max_drafts + 1)]
 
     def refined_by(self, newer: "DraftCosts") -> "DraftCosts":
-        """The mean of both, unless one was disturbed and the other was not."""
+        """The mean of both, unless one alone was disturbed or they had other numbers of threads."""
         both = self.ms.keys() & newer.ms.keys()
         if not both or (self.busy and not newer.busy):
             return newer
         if newer.busy and not self.busy:
             return self
+        if newer.num_threads != self.num_threads:
+            return newer
         tries = min(self.tries + newer.tries, SURE)
         mean = {count: (self.ms[count] + newer.ms[count]) / 2 for count in both}
         for ms in (self.ms, newer.ms):  # what one has alone, relative to what both have
@@ -99,6 +104,7 @@ class CostStore:
         self.key = _key(options, model, head) + ("|packed" if packed else "")
         if num_draft_tokens is not None:
             self.key += f"|{num_draft_tokens} draft tokens"
+        self._num_threads = options.num_threads or torch.get_num_threads()
         self._before: dict[int, DraftCosts | None] = {}  # by load: what earlier runs found
 
     @staticmethod
@@ -108,11 +114,14 @@ class CostStore:
 
     def load(self, load: int = 1) -> DraftCosts | None:
         """What was found with so many requests; None if that is long ago: machines
-        change, and costs that keep drafts away are not measured any more."""
+        change, and costs that keep drafts away are not measured any more. What another number of
+        threads took is a guess."""
         try:
             found = _parse(self._read()[self._key_of(load)], load)
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
+        if found.num_threads != self._num_threads:
+            found = dataclasses.replace(found, tries=0)
         return found if abs(time.time() - found.at) <= OLD else None
 
     def undisturbed(self) -> list[DraftCosts]:
@@ -127,6 +136,7 @@ class CostStore:
         """Once or several times in a run: what it adds last counts."""
         from filelock import FileLock, Timeout
 
+        costs = dataclasses.replace(costs, num_threads=self._num_threads)
         before = self._before.setdefault(costs.load, self.load(costs.load))
         merged = before.refined_by(costs) if before else costs
         try:
@@ -156,13 +166,13 @@ def _parse(record: Any, load: int) -> DraftCosts:
     ms = {int(count): float(taken) for count, taken in record["ms"].items()}
     if any(count < 0 or not 0 < taken < math.inf for count, taken in ms.items()):
         raise ValueError(record)
-    tries = int(record.get("tries", 0))
-    return DraftCosts(ms, bool(record["busy"]), load, tries, float(record["at"]))
+    tries, num_threads = int(record.get("tries", 0)), int(record.get("num_threads", 0))
+    return DraftCosts(ms, bool(record["busy"]), load, tries, float(record["at"]), num_threads)
 
 
 def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     """What costs depend on. The number of threads is left out: costs measured with another number
-    are a better guess than none, and are refined while the engine runs."""
+    are a better guess than none, until the engine has measured its own."""
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     others = {"weights": options.weight_dtype, "KV": options.kv_cache_dtype}
     dtype += "".join(f" {name} {asked}" for name, asked in others.items() if asked != "auto")

@@ -221,12 +221,25 @@ def test_costs_are_those_of_a_draft_vocabulary(target: str) -> None:
     assert CostStore(made, model, head, num_draft_tokens=64).load() is not None
 
 
-def test_the_number_of_threads_loses_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = DraftCosts({0: 10.0, 3: 12.0})
-    store_of(target).add(costs)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 97)
-    assert store_of(target).load() == costs
+def test_costs_with_another_number_of_threads_are_a_guess(target: str) -> None:
+    store_of(target, num_threads=97).add(DraftCosts({0: 10.0, 1: 11.0, 3: 12.0}))
+    assert store_of(target, num_threads=97).load() == DraftCosts({0: 10.0, 1: 11.0, 3: 12.0})
+    guess = store_of(target).load()
+    assert guess == DraftCosts({0: 10.0, 1: 11.0, 3: 12.0}, tries=0) and not guess.sure
+    disturbed = DraftCosts({0: 99.0, 3: 99.0}, busy=True)
+    store_of(target).add(disturbed)
+    assert store_of(target).load() == guess
+    store_of(target).add(DraftCosts({0: 20.0, 3: 30.0}, tries=2))
+    assert store_of(target).load() == DraftCosts({0: 20.0, 3: 30.0}, tries=2), "no mean of both"
     assert store_of(target, dtype="float64").load() is None, "another dtype takes other times"
+
+
+def test_costs_with_another_number_of_threads_leave_no_head_out(target: str) -> None:
+    store_of(target, num_threads=97).add(DraftCosts({0: 10.0, 3: 70.0}))
+    llm = LLM(target, **SETTINGS)
+    assert llm.config.spec is not None and costs_of(llm).sizes == [], "so they are measured"
+    store_of(target).add(DraftCosts({0: 10.0, 3: 70.0}))
+    assert LLM(target, **SETTINGS).config.spec is None
 
 
 @pytest.mark.parametrize(
