@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import time
@@ -19,6 +18,7 @@ import torch
 
 from stoop.config.environ import cache_dir
 from stoop.config.schema import EngineOptions, ModelSpec
+from stoop.config.speculation import MAX_DRAFTS
 from stoop.version import __version__
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ WEIGHTS = "model.safetensors"
 OLD = 7 * 24 * 3600  # seconds
 SURE = 5  # tries
 MAX_LOAD = 1024  # requests at once whose costs are kept
+SHORTEST, LONGEST = 1e-3, 1e7  # milliseconds: a record that says anything else is broken
 PATIENCE = 0.5  # seconds to wait while another process writes; a step waits, too
 
 
@@ -118,7 +119,7 @@ class CostStore:
         threads took is a guess."""
         try:
             found = _parse(self._read()[self._key_of(load)], load)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             return None
         if found.num_threads != self._num_threads:
             found = dataclasses.replace(found, tries=0)
@@ -143,29 +144,37 @@ class CostStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Another process may add its own at the same time.
             with FileLock(self.path.with_name(f".{STORE}.lock"), timeout=PATIENCE):
-                self._write({**self._read(), self._key_of(costs.load): dataclasses.asdict(merged)})
+                self._write({self._key_of(costs.load): dataclasses.asdict(merged)})
         except Timeout:
             log.info("%s is locked: what drafts cost is not kept this time", self.path)
         except (OSError, NotImplementedError) as error:  # the latter without locks for files
             log.warning("%s cannot be written (%s): what drafts cost is not kept", self.path, error)
 
-    def _write(self, content: Mapping[str, object]) -> None:
+    def _write(self, records: Mapping[str, object]) -> None:
+        """Beside the others in the file."""
+        try:
+            text = json.dumps({**self._read(), **records}, indent=1)
+        except RecursionError:  # a file that stoop did not write
+            text = json.dumps(records, indent=1)
         with NamedTemporaryFile("w", dir=self.path.parent, delete=False) as fresh:
-            fresh.write(json.dumps(content, indent=1) + "\n")
+            fresh.write(text + "\n")
         Path(fresh.name).replace(self.path)
 
     def _read(self) -> dict[str, object]:
         try:
             content = json.loads(self.path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
 
 def _parse(record: Any, load: int) -> DraftCosts:
     ms = {int(count): float(taken) for count, taken in record["ms"].items()}
-    if any(count < 0 or not 0 < taken < math.inf for count, taken in ms.items()):
-        raise ValueError(record)
+    if any(
+        not 0 <= count <= MAX_DRAFTS or not SHORTEST <= taken <= LONGEST
+        for count, taken in ms.items()
+    ):
+        raise ValueError("not measured by stoop")
     tries, num_threads = int(record.get("tries", 0)), int(record.get("num_threads", 0))
     return DraftCosts(ms, bool(record["busy"]), load, tries, float(record["at"]), num_threads)
 

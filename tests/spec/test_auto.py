@@ -242,18 +242,32 @@ def test_costs_with_another_number_of_threads_leave_no_head_out(target: str) -> 
     assert LLM(target, **SETTINGS).config.spec is None
 
 
+HUGE = "9" * 400  # an integer that no float can hold
+RECORDS = [
+    *('{"ms": ' + ms + ', "busy": false, "at": NOW, "tries": 5}' for ms in
+      ("3", '{"0": "x"}', '{"0": 1.0, "3": 0}', '{"0": NaN}', '{"0": Infinity}', '{"-1": 1.0}',
+       '{"none": 1.0}', "[[0, 1.0]]", '{"0": 1e-320, "3": 1e-300}', '{"0": HUGE, "3": 1.0}',
+       '{"0": 1.0, "HUGE": 2.0}')),
+    *('{"ms": {"0": 1.0, "3": 9.0}, "busy": false, ' + rest + "}" for rest in
+      ('"at": Infinity', '"at": NaN', '"at": null', '"at": HUGE', '"at": NOW, "tries": Infinity',
+       '"at": NOW, "tries": NaN', '"at": NOW, "tries": []', '"at": NOW, "num_threads": -Infinity',
+       '"at": NOW, "num_threads": {}')),
+    '{"num_drafts": 3, "plain_ms": 1.0, "drafted_ms": 2.0, "busy": false, "load": 1}',
+    '{"busy": false}', "[1.0]", "9" * 5000, *("[" * deep + "]" * deep for deep in (700, 100_000)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"%s": [1.0]}', '{"%s": {"busy": false}}', '{"%s": {"ms": 3}}',
-     *('{"%s": {"ms": ' + ms + ', "busy": false, "at": 9e9}}' for ms in
-       ("3", '{"0": "x"}', '{"0": 1.0, "3": 0}', '{"0": NaN}', '{"0": Infinity}', '{"-1": 1.0}',
-        '{"none": 1.0}')),
-     '{"%s": {"num_drafts": 3, "plain_ms": 1.0, "drafted_ms": 2.0, "busy": false, "load": 1}}'],
-)  # fmt: skip
-def test_a_broken_store_is_ignored_and_replaced(target: str, tmp_path: Path, content: str) -> None:
+    ["", "[]", "\x00\ud800", *('{"KEY": ' + record + "}" for record in RECORDS)],
+    ids=lambda content: ascii(content[:90]),
+)
+def test_a_broken_store_is_ignored_and_replaced(target: str, content: str) -> None:
     store = store_of(target)
     store.path.parent.mkdir()
-    store.path.write_text(content.replace("%s", store.key))
+    for name, value in {"KEY": store.key, "NOW": str(time.time()), "HUGE": HUGE}.items():
+        content = content.replace(name, value)
+    store.path.write_text(content, errors="surrogatepass")
     assert store.load() is None
     assert LLM(target, **SETTINGS).config.spec is not None
     store.add(DraftCosts({0: 10.0, 3: 12.0}))
