@@ -106,6 +106,7 @@ class CostStore:
         if num_draft_tokens is not None:
             self.key += f"|{num_draft_tokens} draft tokens"
         self._num_threads = options.num_threads or torch.get_num_threads()
+        self._warned = False
         self._before: dict[int, DraftCosts | None] = {}  # by load: what earlier runs found
 
     @staticmethod
@@ -148,7 +149,10 @@ class CostStore:
         except Timeout:
             log.info("%s is locked: what drafts cost is not kept this time", self.path)
         except (OSError, NotImplementedError) as error:  # the latter without locks for files
-            log.warning("%s cannot be written (%s): what drafts cost is not kept", self.path, error)
+            if not self._warned:
+                say = "%s cannot be written (%s): what drafts cost is not kept"
+                log.warning(say, self.path, error)
+            self._warned = True
 
     def _write(self, records: Mapping[str, object]) -> None:
         """Beside the others in the file."""
