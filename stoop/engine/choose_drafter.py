@@ -114,6 +114,9 @@ def choose_drafter(
 def _choose_mtp(
     options: EngineOptions, model: ModelSpec, target: Path, device: str, report: Report | None
 ) -> DrafterChoice:
+    if model.num_mtp_layers > 1:
+        layers = f"the model's MTP head has {model.num_mtp_layers} layers"
+        return DrafterChoice(None, f"{layers}, and stoop drafts with heads of one layer only")
     if not has_mtp_head(target, model):
         return DrafterChoice(None)
     if device == "cpu":
