@@ -14,8 +14,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-import torch
-
 from stoop.config.environ import cache_dir
 from stoop.config.schema import EngineOptions, ModelSpec
 from stoop.config.speculation import MAX_DRAFTS
@@ -96,16 +94,17 @@ class CostStore:
         options: EngineOptions,
         model: ModelSpec,
         head: Path,
+        num_threads: int,
         packed: bool = False,
         num_draft_tokens: int | None = None,
     ) -> None:
-        """packed: weights stay quantised, which makes plain steps much faster; num_draft_tokens:
-        that the head may draft, if not all that it could"""
+        """num_threads: that steps run on; packed: weights stay quantised, which makes plain steps
+        much faster; num_draft_tokens: that the head may draft, if not all that it could"""
         self.path = cache_dir() / STORE
         self.key = _key(options, model, head) + ("|packed" if packed else "")
         if num_draft_tokens is not None:
             self.key += f"|{num_draft_tokens} draft tokens"
-        self._num_threads = options.num_threads or torch.get_num_threads()
+        self._num_threads = num_threads
         self._warned = False
         self._before: dict[int, DraftCosts | None] = {}  # by load: what earlier runs found
 

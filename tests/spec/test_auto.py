@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from stoop import LLM, SamplingParams
@@ -48,7 +49,8 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def store_of(target: str, **options: Any) -> CostStore:
     made = make_options(target, {"device": "cpu", **options})
-    return CostStore(made, read_model_spec(Path(target)), shipped.SHIPPED[target])
+    num_threads = made.num_threads or torch.get_num_threads()
+    return CostStore(made, read_model_spec(Path(target)), shipped.SHIPPED[target], num_threads)
 
 
 def policy_of(llm: LLM) -> AdaptiveDrafts:
@@ -215,10 +217,10 @@ def test_costs_are_those_of_a_draft_vocabulary(target: str) -> None:
     """A head that drafts fewer tokens takes less time."""
     made, model = make_options(target, {"device": "cpu"}), read_model_spec(Path(target))
     head = shipped.SHIPPED[target]
-    CostStore(made, model, head, num_draft_tokens=64).add(DraftCosts({0: 1.0, 3: 2.0}))
-    assert CostStore(made, model, head).load() is None
-    assert CostStore(made, model, head, num_draft_tokens=32).load() is None
-    assert CostStore(made, model, head, num_draft_tokens=64).load() is not None
+    CostStore(made, model, head, 2, num_draft_tokens=64).add(DraftCosts({0: 1.0, 3: 2.0}))
+    assert CostStore(made, model, head, 2).load() is None
+    assert CostStore(made, model, head, 2, num_draft_tokens=32).load() is None
+    assert CostStore(made, model, head, 2, num_draft_tokens=64).load() is not None
 
 
 def test_costs_with_another_number_of_threads_are_a_guess(target: str) -> None:
