@@ -153,16 +153,22 @@ def _run(
         return llm
 
     def announce(service: "Service", address: str) -> None:
-        drafts = service.num_drafts
-        speed = f", {drafts} drafts a step" if drafts > 1 else ", 1 draft a step" if drafts else ""
         names = " and ".join(settings.model_names)
         page = f", chat page at {address}/" if address.startswith("http") else ""
-        line = f"serving {names} at {address}/v1{page}{speed}; Ctrl-C stops"
+        drafts = drafts_a_step(service.num_drafts, "spec_decode_policy" in service.llm.metrics())
+        line = f"serving {names} at {address}/v1{page}{drafts}; Ctrl-C stops"
         print(line, file=sys.stderr, flush=True)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code: int = runner.run(run.serve(start, settings, bound, announce))
     return code
+
+
+def drafts_a_step(most: int, varies: bool) -> str:
+    """varies: whether steps may make fewer"""
+    if most == 0:
+        return ""
+    return f", {'up to ' if varies else ''}{most} draft{'s' if most > 1 else ''} a step"
 
 
 def _loop_factory() -> Any:

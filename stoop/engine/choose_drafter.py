@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stoop.checkpoint.fetch import resolve_model
 from stoop.checkpoint.shipped import acceptance_lengths, shipped_head
 from stoop.config.errors import ConfigError
@@ -95,7 +97,7 @@ def choose_drafter(
     num_drafts, note, store = GPU_DRAFTS, "the head that ships with stoop", None
     lengths, adaptive = acceptance_lengths(folder), None
     if device == "cpu":
-        store = CostStore(options, model, folder, packed)
+        store = CostStore(options, model, folder, _num_threads(options), packed)
         costs = store.load()
         known = costs is not None and not costs.busy  # other programs distort what steps cost
         num_drafts, why = _cpu_drafts(costs if known else None, lengths)
@@ -114,6 +116,9 @@ def choose_drafter(
 def _choose_mtp(
     options: EngineOptions, model: ModelSpec, target: Path, device: str, report: Report | None
 ) -> DrafterChoice:
+    if model.num_mtp_layers > 1:
+        layers = f"the model's MTP head has {model.num_mtp_layers} layers"
+        return DrafterChoice(None, f"{layers}, and stoop drafts with heads of one layer only")
     if not has_mtp_head(target, model):
         return DrafterChoice(None)
     if device == "cpu":
@@ -161,7 +166,11 @@ def _store_of(
     if not CostStore.can_name(Path(spec.folder)):
         return None
     cut = spec.head.vocab_size if spec.head.draft_tokens is not None else None
-    return CostStore(options, model, Path(spec.folder), packed, cut)
+    return CostStore(options, model, Path(spec.folder), _num_threads(options), packed, cut)
+
+
+def _num_threads(options: EngineOptions) -> int:
+    return options.num_threads or torch.get_num_threads()
 
 
 def _settle(

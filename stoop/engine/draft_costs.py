@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from stoop.config.environ import cache_dir
 from stoop.config.schema import EngineOptions, ModelSpec
+from stoop.config.speculation import MAX_DRAFTS
 from stoop.version import __version__
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ WEIGHTS = "model.safetensors"
 OLD = 7 * 24 * 3600  # seconds
 SURE = 5  # tries
 MAX_LOAD = 1024  # requests at once whose costs are kept
+SHORTEST, LONGEST = 1e-3, 1e7  # milliseconds: a record that says anything else is broken
 PATIENCE = 0.5  # seconds to wait while another process writes; a step waits, too
 
 
@@ -56,6 +57,7 @@ class DraftCosts:
     load: int = 1  # requests, a power of two that is not below their number
     tries: int = SURE  # steps at least, by number of drafts, that were compared with steps around
     at: float = field(default_factory=time.time, compare=False)  # seconds since the epoch
+    num_threads: int = field(default=0, compare=False)  # that steps ran on; the store knows it
 
     @property
     def sure(self) -> bool:
@@ -68,12 +70,14 @@ class DraftCosts:
         return [between(self.ms, count) for count in range(max_drafts + 1)]
 
     def refined_by(self, newer: "DraftCosts") -> "DraftCosts":
-        """The mean of both, unless one was disturbed and the other was not."""
+        """The mean of both, unless one alone was disturbed or they had other numbers of threads."""
         both = self.ms.keys() & newer.ms.keys()
         if not both or (self.busy and not newer.busy):
             return newer
         if newer.busy and not self.busy:
             return self
+        if newer.num_threads != self.num_threads:
+            return newer
         tries = min(self.tries + newer.tries, SURE)
         mean = {count: (self.ms[count] + newer.ms[count]) / 2 for count in both}
         for ms in (self.ms, newer.ms):  # what one has alone, relative to what both have
@@ -90,15 +94,18 @@ class CostStore:
         options: EngineOptions,
         model: ModelSpec,
         head: Path,
+        num_threads: int,
         packed: bool = False,
         num_draft_tokens: int | None = None,
     ) -> None:
-        """packed: weights stay quantised, which makes plain steps much faster; num_draft_tokens:
-        that the head may draft, if not all that it could"""
+        """num_threads: that steps run on; packed: weights stay quantised, which makes plain steps
+        much faster; num_draft_tokens: that the head may draft, if not all that it could"""
         self.path = cache_dir() / STORE
         self.key = _key(options, model, head) + ("|packed" if packed else "")
         if num_draft_tokens is not None:
             self.key += f"|{num_draft_tokens} draft tokens"
+        self._num_threads = num_threads
+        self._warned = False
         self._before: dict[int, DraftCosts | None] = {}  # by load: what earlier runs found
 
     @staticmethod
@@ -108,11 +115,14 @@ class CostStore:
 
     def load(self, load: int = 1) -> DraftCosts | None:
         """What was found with so many requests; None if that is long ago: machines
-        change, and costs that keep drafts away are not measured any more."""
+        change, and costs that keep drafts away are not measured any more. What another number of
+        threads took is a guess."""
         try:
             found = _parse(self._read()[self._key_of(load)], load)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             return None
+        if found.num_threads != self._num_threads:
+            found = dataclasses.replace(found, tries=0)
         return found if abs(time.time() - found.at) <= OLD else None
 
     def undisturbed(self) -> list[DraftCosts]:
@@ -127,42 +137,54 @@ class CostStore:
         """Once or several times in a run: what it adds last counts."""
         from filelock import FileLock, Timeout
 
+        costs = dataclasses.replace(costs, num_threads=self._num_threads)
         before = self._before.setdefault(costs.load, self.load(costs.load))
         merged = before.refined_by(costs) if before else costs
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Another process may add its own at the same time.
             with FileLock(self.path.with_name(f".{STORE}.lock"), timeout=PATIENCE):
-                self._write({**self._read(), self._key_of(costs.load): dataclasses.asdict(merged)})
+                self._write({self._key_of(costs.load): dataclasses.asdict(merged)})
         except Timeout:
             log.info("%s is locked: what drafts cost is not kept this time", self.path)
         except (OSError, NotImplementedError) as error:  # the latter without locks for files
-            log.warning("%s cannot be written (%s): what drafts cost is not kept", self.path, error)
+            if not self._warned:
+                say = "%s cannot be written (%s): what drafts cost is not kept"
+                log.warning(say, self.path, error)
+            self._warned = True
 
-    def _write(self, content: Mapping[str, object]) -> None:
+    def _write(self, records: Mapping[str, object]) -> None:
+        """Beside the others in the file."""
+        try:
+            text = json.dumps({**self._read(), **records}, indent=1)
+        except RecursionError:  # a file that stoop did not write
+            text = json.dumps(records, indent=1)
         with NamedTemporaryFile("w", dir=self.path.parent, delete=False) as fresh:
-            fresh.write(json.dumps(content, indent=1) + "\n")
+            fresh.write(text + "\n")
         Path(fresh.name).replace(self.path)
 
     def _read(self) -> dict[str, object]:
         try:
             content = json.loads(self.path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
 
 def _parse(record: Any, load: int) -> DraftCosts:
     ms = {int(count): float(taken) for count, taken in record["ms"].items()}
-    if any(count < 0 or not 0 < taken < math.inf for count, taken in ms.items()):
-        raise ValueError(record)
-    tries = int(record.get("tries", 0))
-    return DraftCosts(ms, bool(record["busy"]), load, tries, float(record["at"]))
+    if any(
+        not 0 <= count <= MAX_DRAFTS or not SHORTEST <= taken <= LONGEST
+        for count, taken in ms.items()
+    ):
+        raise ValueError("not measured by stoop")
+    tries, num_threads = int(record.get("tries", 0)), int(record.get("num_threads", 0))
+    return DraftCosts(ms, bool(record["busy"]), load, tries, float(record["at"]), num_threads)
 
 
 def _key(options: EngineOptions, model: ModelSpec, head: Path) -> str:
     """What costs depend on. The number of threads is left out: costs measured with another number
-    are a better guess than none, and are refined while the engine runs."""
+    are a better guess than none, until the engine has measured its own."""
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     others = {"weights": options.weight_dtype, "KV": options.kv_cache_dtype}
     dtype += "".join(f" {name} {asked}" for name, asked in others.items() if asked != "auto")

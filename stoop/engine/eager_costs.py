@@ -50,8 +50,13 @@ class LoadSamples:
         self.attempts = 0  # steps planned for the try at hand
         self._num_unsteady = 0  # tries in a row that did not count
         self.num_without = 0  # steps without drafts, since drafts were made
-        self.kept = (1, False)  # numbers of drafts whose costs were kept, and whether all are sure
-        self.busy = False
+        # What was kept: whether undisturbed, how many numbers of drafts, and whether all are sure.
+        self.kept = (False, 1, False)
+        self.num_disturbed = 0  # tries to come until none counts that other programs slowed down
+
+    @property
+    def busy(self) -> bool:
+        return self.num_disturbed > 0
 
     def choose(self, num_drafts: int) -> None:
         """From now on, steps take this number."""
@@ -110,6 +115,7 @@ class LoadSamples:
             self._num_unsteady += 1
             return
         self._num_unsteady = 0
+        self.num_disturbed = max(self.num_disturbed - 1, 0)
         self._num_tries[num_drafts] += 1
         self._tried_at[num_drafts] = self._num_tries.total()
         times, samples = seconds / level, self._relative.setdefault(num_drafts, _newest())
@@ -314,7 +320,8 @@ class EagerCosts:
         self._any_step = seconds
         num_decodes = sum(row.decodes for row in rows)
         samples = self._of(num_decodes)
-        samples.busy |= time.busy
+        if time.busy:
+            samples.num_disturbed = NEWEST * (len(self.counts) - 1)
         if verified == self._chosen:
             samples.choose(verified)  # this load may be another than the one that was planned for
             samples.note_chosen(seconds)
@@ -332,10 +339,11 @@ class EagerCosts:
         return seconds - prompts if prompts <= MOST_PROMPTS * seconds else None
 
     def _keep_new(self, samples: LoadSamples, load: int) -> None:
-        """Each time that one more number of drafts was measured, or often enough."""
+        """Each time that one more number of drafts was measured, or often enough, and once other
+        programs are gone."""
         costs = samples.costs(load, self.counts)
-        found = len(costs.ms), costs.tries >= SURE
-        if found > samples.kept:
+        found = not costs.busy, len(costs.ms), costs.tries >= SURE
+        if len(costs.ms) > 1 and found > samples.kept:
             samples.kept = found
             self._keep(costs)
 

@@ -185,6 +185,12 @@ HEALTHY = Metric("healthy", "core_healthy", "1 while the core's process lives an
 OPEN = Metric("open", "requests_open", "Requests that have not ended.")
 HTTP_OPEN = Metric("http_open", "http_requests_open", "HTTP requests being answered now.")
 INFO = Metric("info", "info", "Always 1; its labels say what is served and how.")
+POLICY_INFO = Metric(
+    "spec_decode_policy",
+    "spec_policy_info",
+    "Always 1; its label says how many drafts pay at how many requests, where the number varies.",
+    label="policy",
+)
 CACHE_INFO = Metric(
     "cache_info",
     "cache_config_info",

@@ -300,3 +300,6 @@ class _Exposition(Collector):
             spec_method=spec.method if spec else "none",
             num_speculative_tokens=str(spec.num_drafts if spec else 0),
         )
+        policy = found.get(names.POLICY_INFO.key)
+        if policy is not None:
+            yield from self._gauge(names.POLICY_INFO, 1.0, policy=policy)

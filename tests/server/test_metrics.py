@@ -62,6 +62,7 @@ ONLY_OURS = {
         "stoop_requests_open",
         "stoop_http_requests_open",
         "stoop_info",
+        "stoop_spec_policy_info",
     ],
     "counter": [
         "stoop_steps",
@@ -188,6 +189,15 @@ def test_values_come_from_the_core() -> None:
     assert value(metrics, "stoop_core_healthy") == 1
     assert value(metrics, "stoop_requests_open") == 7
     assert value(metrics, "stoop_info", spec_method="eagle3", num_speculative_tokens="3") == 1
+    policy = "3 drafts at 1 to 64 requests, none above 64"
+    assert value(metrics, "stoop_spec_policy_info", policy=policy) == 1
+
+
+def test_without_a_varying_number_of_drafts_there_is_no_policy() -> None:
+    found = snapshot()
+    del found["spec_decode_policy"]
+    core = FakeCore(found)
+    assert "stoop_spec_policy_info" not in families(used(core, vllm=False))
 
 
 def test_vllm_labels() -> None:

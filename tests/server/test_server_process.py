@@ -60,6 +60,13 @@ def test_models(client):
         wrong.models.list()
 
 
+def test_the_first_line_says_how_many_drafts_a_step_may_make(server, folder):
+    assert f"at {server.api}, chat page at {server.url}/, 3 drafts a step; Ctrl-C" in server.log
+    varied = NGRAM[1].replace("3}", '3, "adaptive": true}')
+    with ServerProcess(folder, "-sc", varied) as adaptive:
+        assert "/, up to 3 drafts a step; Ctrl-C stops" in adaptive.log
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_a_server_has_loaded_the_library_of_grammars_when_it_is_ready(folder):
     """Otherwise the first grammar waits for it, in both processes."""

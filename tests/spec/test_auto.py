@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from stoop import LLM, SamplingParams
@@ -48,7 +49,8 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def store_of(target: str, **options: Any) -> CostStore:
     made = make_options(target, {"device": "cpu", **options})
-    return CostStore(made, read_model_spec(Path(target)), shipped.SHIPPED[target])
+    num_threads = made.num_threads or torch.get_num_threads()
+    return CostStore(made, read_model_spec(Path(target)), shipped.SHIPPED[target], num_threads)
 
 
 def policy_of(llm: LLM) -> AdaptiveDrafts:
@@ -215,32 +217,59 @@ def test_costs_are_those_of_a_draft_vocabulary(target: str) -> None:
     """A head that drafts fewer tokens takes less time."""
     made, model = make_options(target, {"device": "cpu"}), read_model_spec(Path(target))
     head = shipped.SHIPPED[target]
-    CostStore(made, model, head, num_draft_tokens=64).add(DraftCosts({0: 1.0, 3: 2.0}))
-    assert CostStore(made, model, head).load() is None
-    assert CostStore(made, model, head, num_draft_tokens=32).load() is None
-    assert CostStore(made, model, head, num_draft_tokens=64).load() is not None
+    CostStore(made, model, head, 2, num_draft_tokens=64).add(DraftCosts({0: 1.0, 3: 2.0}))
+    assert CostStore(made, model, head, 2).load() is None
+    assert CostStore(made, model, head, 2, num_draft_tokens=32).load() is None
+    assert CostStore(made, model, head, 2, num_draft_tokens=64).load() is not None
 
 
-def test_the_number_of_threads_loses_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = DraftCosts({0: 10.0, 3: 12.0})
-    store_of(target).add(costs)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 97)
-    assert store_of(target).load() == costs
+def test_costs_with_another_number_of_threads_are_a_guess(target: str) -> None:
+    store_of(target, num_threads=97).add(DraftCosts({0: 10.0, 1: 11.0, 3: 12.0}))
+    assert store_of(target, num_threads=97).load() == DraftCosts({0: 10.0, 1: 11.0, 3: 12.0})
+    guess = store_of(target).load()
+    assert guess == DraftCosts({0: 10.0, 1: 11.0, 3: 12.0}, tries=0) and not guess.sure
+    disturbed = DraftCosts({0: 99.0, 3: 99.0}, busy=True)
+    store_of(target).add(disturbed)
+    assert store_of(target).load() == guess
+    store_of(target).add(DraftCosts({0: 20.0, 3: 30.0}, tries=2))
+    assert store_of(target).load() == DraftCosts({0: 20.0, 3: 30.0}, tries=2), "no mean of both"
     assert store_of(target, dtype="float64").load() is None, "another dtype takes other times"
+
+
+def test_costs_with_another_number_of_threads_leave_no_head_out(target: str) -> None:
+    store_of(target, num_threads=97).add(DraftCosts({0: 10.0, 3: 70.0}))
+    llm = LLM(target, **SETTINGS)
+    assert llm.config.spec is not None and costs_of(llm).sizes == [], "so they are measured"
+    store_of(target).add(DraftCosts({0: 10.0, 3: 70.0}))
+    assert LLM(target, **SETTINGS).config.spec is None
+
+
+HUGE = "9" * 400  # an integer that no float can hold
+RECORDS = [
+    *('{"ms": ' + ms + ', "busy": false, "at": NOW, "tries": 5}' for ms in
+      ("3", '{"0": "x"}', '{"0": 1.0, "3": 0}', '{"0": NaN}', '{"0": Infinity}', '{"-1": 1.0}',
+       '{"none": 1.0}', "[[0, 1.0]]", '{"0": 1e-320, "3": 1e-300}', '{"0": HUGE, "3": 1.0}',
+       '{"0": 1.0, "HUGE": 2.0}')),
+    *('{"ms": {"0": 1.0, "3": 9.0}, "busy": false, ' + rest + "}" for rest in
+      ('"at": Infinity', '"at": NaN', '"at": null', '"at": HUGE', '"at": NOW, "tries": Infinity',
+       '"at": NOW, "tries": NaN', '"at": NOW, "tries": []', '"at": NOW, "num_threads": -Infinity',
+       '"at": NOW, "num_threads": {}')),
+    '{"num_drafts": 3, "plain_ms": 1.0, "drafted_ms": 2.0, "busy": false, "load": 1}',
+    '{"busy": false}', "[1.0]", "9" * 5000, *("[" * deep + "]" * deep for deep in (950, 100_000)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"%s": [1.0]}', '{"%s": {"busy": false}}', '{"%s": {"ms": 3}}',
-     *('{"%s": {"ms": ' + ms + ', "busy": false, "at": 9e9}}' for ms in
-       ("3", '{"0": "x"}', '{"0": 1.0, "3": 0}', '{"0": NaN}', '{"0": Infinity}', '{"-1": 1.0}',
-        '{"none": 1.0}')),
-     '{"%s": {"num_drafts": 3, "plain_ms": 1.0, "drafted_ms": 2.0, "busy": false, "load": 1}}'],
-)  # fmt: skip
-def test_a_broken_store_is_ignored_and_replaced(target: str, tmp_path: Path, content: str) -> None:
+    ["", "[]", "\x00\ud800", *('{"KEY": ' + record + "}" for record in RECORDS)],
+    ids=lambda content: ascii(content[:90]),
+)
+def test_a_broken_store_is_ignored_and_replaced(target: str, content: str) -> None:
     store = store_of(target)
     store.path.parent.mkdir()
-    store.path.write_text(content.replace("%s", store.key))
+    for name, value in {"KEY": store.key, "NOW": str(time.time()), "HUGE": HUGE}.items():
+        content = content.replace(name, value)
+    store.path.write_text(content, errors="surrogatepass")
     assert store.load() is None
     assert LLM(target, **SETTINGS).config.spec is not None
     store.add(DraftCosts({0: 10.0, 3: 12.0}))
@@ -252,8 +281,9 @@ def test_a_store_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     llm = LLM(target, **SETTINGS)
-    costs_of(llm)._keep(DraftCosts({0: 10.0, 3: 12.0}))
-    assert "cannot be written" in caplog.text
+    for load in (1, 2, 4):
+        costs_of(llm)._keep(DraftCosts({0: 10.0, 3: 12.0}, load=load))
+    assert caplog.text.count("cannot be written") == 1
     assert answers(llm)
 
 

@@ -64,6 +64,7 @@ def snapshot(scale: int = 1, pid: int = 100) -> dict[str, Any]:
         "num_steps_by_mode": {"full": 20 * scale, "none": 10 * scale},
         "num_steps_by_drafts": {0: 12 * scale, 3: 18 * scale},
         "num_drafts_not_made": 36 * scale,
+        "spec_decode_policy": "3 drafts at 1 to 64 requests, none above 64",
         "num_tokens_computed": 400 * scale,
         "num_tokens_padded": 50 * scale,
         "max_num_seqs": 8,

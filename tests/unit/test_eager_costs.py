@@ -222,6 +222,34 @@ def test_costs_measured_beside_other_programs_say_so() -> None:
     assert [each.tries for each in kept] == [ENOUGH, SURE], "again when it is sure"
 
 
+def test_other_programs_of_long_ago_disturb_no_costs() -> None:
+    """Once every sample is newer, the costs are kept again, and then no busy ones any more."""
+    kept: list[DraftCosts] = []
+    costs = EagerCosts(COUNTS, keep=kept.append)
+    noted = 0
+
+    def run(num_steps: int, slower: float, busy: bool) -> None:
+        nonlocal noted
+        for _ in range(num_steps):
+            verified, made = costs.plan(1, 3)
+            plan = StepPlan(noted, [Row(True, verified + 1)], made)  # type: ignore[list-item]
+            seconds = 0.01 + 0.01 * slower * verified
+            costs.note(plan, StepTime(seconds, 0.0, seconds, 0.0, busy=busy))
+            noted += 1
+
+    run(600, 3.0, busy=True)
+    assert {each.busy for each in kept} == {True} and kept[-1].sure
+    before = len(kept)
+    run(NEWEST * LATE_GAP, 1.0, busy=False)
+    assert len(kept) == before, "some samples are older"
+    run(3 * NEWEST * LATE_GAP, 1.0, busy=False)
+    (calm,) = kept[before:]
+    assert not calm.busy and calm.sure
+    assert calm.ms == pytest.approx({0: 10, 1: 20, 2: 30, 3: 40}, rel=0.01)
+    run(600, 3.0, busy=True)
+    assert kept[-1] is calm
+
+
 @pytest.mark.parametrize(("rate", "expected"), [(0.95, 3), (0.6, 1)])
 def test_a_machine_that_slows_down_changes_no_choice(rate: float, expected: int) -> None:
     """Other programs make all steps longer, and the ones measured before are no longer true."""

@@ -100,6 +100,24 @@ def test_auto_passes_over_heads_that_cannot_draft(
         assert expand_auto("auto", str(folder), "cuda:0") is None
 
 
+def test_auto_says_why_a_head_of_several_layers_is_not_used(changed: Callable[..., Path]) -> None:
+    folder = changed(
+        lambda tensors: tensors.update(
+            {name.replace("layers.0", "layers.1"): each.clone() for name, each in tensors.items()
+             if name.startswith("mtp.layers.0.")}
+        ),
+        mtp_num_hidden_layers=2,
+    )  # fmt: skip
+    note = "the model's MTP head has 2 layers, and stoop drafts with heads of one layer only"
+    for device in ("cuda:0", "cpu"):
+        found = choose(folder, device)
+        assert (found.spec, found.note) == (None, note)
+    assert expand_auto("auto", str(folder), "cuda:0") is None
+    llm = make_llm(folder, speculative_config="auto", **SETTINGS)
+    assert llm.config.draft_note == note
+    assert generate_ids(llm, PROMPTS, GREEDY)
+
+
 def test_the_head_of_a_multimodal_checkpoint(whole: Path, tmp_path: Path) -> None:
     """The text part has a prefix, the MTP head none; also under the text part's config."""
     folder = as_multimodal(whole, tmp_path / "multimodal")

@@ -85,7 +85,7 @@ export class Stats {
     $("acceptance-note").textContent = !found.rates.length
       ? "This server runs without a drafter."
       : sample.drafting === false
-        ? "Drafts are off: plain steps are faster on this machine now."
+        ? "Drafts are off for the moment: the running requests gain nothing from them."
       : found.numDrafts
         ? `${found.length.toFixed(2)} tokens a step, ${when}`
         : "No drafts yet.";
