@@ -106,6 +106,11 @@ MLP_NAMES = {
 MAMBA_VECTORS = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 
 
+# llama.cpp's converter writes this length for models without rotary embeddings, whatever their
+# config says; those that IBM released were trained on the other.
+CONTEXT_WRITTEN, CONTEXT_TRAINED = 2**20, 131_072
+
+
 def to_a_log(a: np.ndarray) -> np.ndarray:
     """Files have A = -exp(A_log)."""
     import numpy as np
@@ -129,6 +134,9 @@ def _granite_config(file: GGUFContents) -> dict[str, Any]:
     base = decoder_config(file, "GraniteMoeHybridForCausalLM", "granitemoehybrid")
     # llama.cpp has no field of its own for this.
     rotates = fields.get("rope.scaling.finetuned", True)
+    context = base["max_position_embeddings"]
+    if not rotates and context == CONTEXT_WRITTEN:
+        context = CONTEXT_TRAINED
     inner_size, hidden_size = fields.number("ssm.inner_size"), base["hidden_size"]
     if inner_size % hidden_size:
         raise CheckpointError(
@@ -136,6 +144,7 @@ def _granite_config(file: GGUFContents) -> dict[str, Any]:
             f"{hidden_size}: use another file of this model"
         )
     return base | {
+        "max_position_embeddings": context,
         "shared_intermediate_size": shapes["blk.0.ffn_up.weight"][0],
         "num_local_experts": 0,
         "layer_types": _layer_types(fields, "linear_attention"),
