@@ -83,7 +83,7 @@ def check_room(config: Config) -> None:
         raise MemoryShortage(f"{in_dtype}, together more than {here}", "lower max_num_seqs")
     if weights + states + kv > room:
         cache = config.cache
-        what, lower = "the KV cache", "lower max_model_len"
+        what, lower = "the KV cache", f"lower max_model_len{' or max_num_seqs' if states else ''}"
         if cache.num_blocks is not None or cache.kv_cache_memory is not None:
             lower = "lower kv_cache_memory or num_kv_blocks"
         if cache.state_cache_memory and cache.enable_prefix_caching:
@@ -229,9 +229,14 @@ def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) ->
         )
     if num_blocks - 1 < blocks_per_request:
         held = max(num_blocks - 1, 0) * cache.block_size
+        beside, lower = "", "max_model_len"
+        if layout.recurrent_bytes and cache.num_blocks is None and cache.kv_cache_memory is None:
+            size = f"{layout.recurrent_bytes / GIB:.1f} GiB"
+            beside = f" beside the recurrent states of {schedule.max_num_seqs} requests ({size})"
+            lower += " or max_num_seqs"
         raise ConfigError(
-            f"the KV cache would hold {held} tokens, fewer than max_model_len="
-            f"{schedule.max_model_len}: lower max_model_len, or raise kv_cache_memory or "
+            f"the KV cache would hold {held} tokens{beside}, fewer than max_model_len="
+            f"{schedule.max_model_len}: lower {lower}, or raise kv_cache_memory or "
             "gpu_memory_utilization"
         )
     log.info(

@@ -13,7 +13,13 @@ from stoop.layers.stateful import stateful_layers
 from stoop.models.lfm2 import ARCHITECTURE, read_spec
 from stoop.models.loader import describe_model
 from stoop.worker import memory
-from stoop.worker.memory import check_room, count_snapshots, describe_states, weight_bytes
+from stoop.worker.memory import (
+    check_room,
+    count_kv_blocks,
+    count_snapshots,
+    describe_states,
+    weight_bytes,
+)
 from support.specs import tiny_spec
 
 SPEC = read_spec(
@@ -63,9 +69,27 @@ def test_states_that_do_not_fit_are_named_with_what_to_lower(free: Any) -> None:
     free(needed)  # the states fit now, and the KV cache does not
     with pytest.raises(MemoryShortage, match=r"and the KV cache .*lower kv_cache_memory or num_kv"):
         check_room(settled)
+    settled, layout = config(max_num_seqs=500)  # KV for one request is needed
+    free(weight_bytes(settled) + layout.recurrent_bytes)
+    with pytest.raises(MemoryShortage, match=r"KV cache .*: lower max_model_len or max_num_seqs$"):
+        check_room(settled)
     free(weight_bytes(settled) - 1)
     with pytest.raises(MemoryShortage, match="use a smaller model"):
         check_room(settled)
+
+
+def test_states_that_leave_too_little_for_kv_are_named() -> None:
+    """On a GPU, activations take memory that is known only after loading."""
+    settled, layout = config(max_num_seqs=500)
+    with pytest.raises(
+        ConfigError,
+        match=r"hold 0 tokens beside the recurrent states of 500 requests \(\d\.\d GiB\), fewer "
+        "than max_model_len=64: lower max_model_len or max_num_seqs, or raise",
+    ):
+        count_kv_blocks(settled, layout, 0)
+    settled, layout = config(kv_cache_memory=layout.block_bytes)  # states do not matter then
+    with pytest.raises(ConfigError, match="hold 0 tokens, fewer .*: lower max_model_len, or raise"):
+        count_kv_blocks(settled, layout, 2**30)
 
 
 def test_a_given_state_cache_counts(free: Any) -> None:
