@@ -17,11 +17,18 @@ from stoop.layers.stateful import ForwardContext, StatefulLayer
 from stoop.layers.weights import WeightView, empty_parameter, prefixed, vector_view
 from stoop.ops.causal_conv import ConvState, causal_conv, gated_conv
 from stoop.ops.delta_net import DeltaGates, DeltaState, DeltaWeights, delta_net
-from stoop.ops.kernels.choice import CONV_WIDTHS, LEAST_DELTA_DIM, serves_delta_dim
+from stoop.ops.kernels.choice import (
+    CONV_WIDTHS,
+    DELTA_CHUNK,
+    LEAST_DELTA_DIM,
+    serves_delta_dim,
+)
 from stoop.ops.mamba import MambaState, MambaWeights, gated_norm, mamba
 from stoop.ops.recurrent import RecurrentRows
 
 Tensors = dict[str, Tensor]
+# Scans of prompts count the elements from a tensor's or a row's first token with 32 bits.
+MOST_ELEMENTS = 2**31 - 1
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -159,6 +166,12 @@ class DeltaNet(_Mixer):
             f"kernels serve powers of two from {LEAST_DELTA_DIM} on"
         )
 
+    @property
+    def most_tokens(self) -> int:
+        shape = self.shape
+        head = max(shape.key_dim, shape.value_dim, DELTA_CHUNK)  # of what kernels hand on
+        return MOST_ELEMENTS // max(self.num_channels, shape.num_value_heads * head)
+
     def core(self, state: Tensors, rows: RecurrentRows, projected: Tensor) -> Tensor:
         heads = self.shape.num_value_heads
         x, *gates = projected.split((self.num_channels, self.values, heads, heads), dim=1)
@@ -227,6 +240,10 @@ class Mamba2(_Mixer):
         logs["b_log"] = TensorSpec((2, shape.num_groups, shape.state_size), wide)
         logs["decay_log"] = TensorSpec((2, shape.num_heads), wide)
         return RecurrentState(tensors, logs)
+
+    @property
+    def most_tokens(self) -> int:
+        return MOST_ELEMENTS // self.num_channels
 
     def core(self, state: Tensors, rows: RecurrentRows, projected: Tensor) -> Tensor:
         gate, x, dt = projected.split(self.sizes, dim=1)

@@ -34,6 +34,11 @@ class StatefulLayer(nn.Module, ABC):
         """Its sizes that no GPU kernel serves, and those that are served, in words; or None."""
         return None
 
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that its GPU kernels take in one step; None if any number."""
+        return None
+
     @abstractmethod
     def core(self, state: Any, metadata: Any, *inputs: Input) -> Tensor:
         """Read and update the state.

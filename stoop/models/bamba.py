@@ -10,7 +10,7 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.recurrent import Mamba2
 from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightView, prefixed
-from stoop.models.config_reader import Reader
+from stoop.models.config_reader import Reader, with_defaults
 from stoop.models.decoder import MLP
 from stoop.models.decoder_config import read_decoder_spec
 from stoop.models.family import Family
@@ -80,7 +80,7 @@ def read_spec(config: dict[str, Any], architecture: str) -> MambaHybridSpec:
     bias = reader.flag("attention_bias")
     base = read_decoder_spec(
         # transformers rotates half of a head, whatever stands beside rope_parameters.
-        DEFAULTS | config | {"partial_rotary_factor": 0.5},
+        with_defaults(config, DEFAULTS) | {"partial_rotary_factor": 0.5},
         architecture,
         qkv_bias=bias,
         o_bias=bias,

@@ -61,6 +61,12 @@ class Reader:
         return bool(value)
 
 
+def with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A config with these values where it has none; null counts as missing."""
+    missing = {key: value for key, value in defaults.items() if config.get(key) is None}
+    return config | missing
+
+
 def as_number(name: str, value: Any, positive: bool = True) -> float:
     if is_number(value):
         try:

@@ -106,7 +106,7 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
             f"the checkpoint is quantised ({str(method)[:MAX_SHOWN]}), which stoop cannot load: "
             "use the unquantised one, or a GGUF file"
         )
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+    if config.get("hidden_act") not in (None, "silu", "swish"):
         raise CheckpointError(
             f"hidden_act={shown(config['hidden_act'])} is not supported: use a model with silu"
         )

@@ -20,7 +20,7 @@ from stoop.layers.recurrent import Mamba2
 from stoop.layers.rope import RopeSpec
 from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightView, prefixed
-from stoop.models.config_reader import Reader, as_number
+from stoop.models.config_reader import Reader, as_number, with_defaults
 from stoop.models.decoder_config import read_decoder_spec
 from stoop.models.family import Family
 from stoop.models.hybrid import (
@@ -119,8 +119,7 @@ def read_spec(config: dict[str, Any], architecture: str) -> GraniteHybridSpec:
     bias = reader.flag("attention_bias")
     base = vars(
         read_decoder_spec(
-            {"max_position_embeddings": 2048}
-            | config
+            with_defaults(config, {"max_position_embeddings": 2048})
             | {"intermediate_size": reader.whole("shared_intermediate_size", default=1024)},
             architecture,
             qkv_bias=bias,
@@ -144,8 +143,9 @@ def read_spec(config: dict[str, Any], architecture: str) -> GraniteHybridSpec:
 
 
 def _refuse_experts(config: dict[str, Any]) -> None:
-    experts = config.get("num_local_experts", 8)  # what transformers assumes
-    if experts is not None and experts != 0:
+    experts = config.get("num_local_experts")
+    experts = 8 if experts is None else experts  # what transformers assumes
+    if experts != 0:
         raise CheckpointError(
             f"the model has num_local_experts={shown(experts)}, and stoop loads dense ones only: "
             "use a Granite 4.0 H without experts, such as granite-4.0-h-micro or granite-4.0-h-1b"

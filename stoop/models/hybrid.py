@@ -10,7 +10,7 @@ from stoop.config.values import is_number, is_whole, shown
 from stoop.layers.recurrent import Mamba2Shape
 from stoop.model_state.base import ModelState, ModelStateSetup
 from stoop.model_state.mamba_hybrid import MambaHybridModelState
-from stoop.models.config_reader import MAX_SIZE, Reader
+from stoop.models.config_reader import MAX_SIZE, Reader, with_defaults
 from stoop.models.decoder import DecoderModel, DecoderSpec
 
 ATTENTION, MAMBA = "full_attention", "linear_attention"  # as transformers 5 names them
@@ -74,7 +74,7 @@ def read_layer_indices(config: dict[str, Any], key: str) -> set[int] | None:
 
 def read_mamba(config: dict[str, Any], hidden_size: int, eps: float) -> Mamba2Shape:
     """The mixer that Bamba and Granite share. What a config lacks is what transformers assumes."""
-    reader = Reader({"mamba_conv_bias": True} | config)
+    reader = Reader(with_defaults(config, {"mamba_conv_bias": True}))
     num_heads = reader.whole("mamba_n_heads", default=128)
     inner_size = reader.whole("mamba_expand", default=2) * hidden_size
     if inner_size % num_heads:

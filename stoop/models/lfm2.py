@@ -11,7 +11,7 @@ from stoop.layers.norm import RMSNorm
 from stoop.layers.recurrent import ShortConv
 from stoop.layers.stateful import ForwardContext
 from stoop.layers.weights import WeightView, prefixed, renamed
-from stoop.models.config_reader import Reader
+from stoop.models.config_reader import Reader, with_defaults
 from stoop.models.decoder import MLP, DecoderSpec
 from stoop.models.decoder_config import read_decoder_spec, read_num_layers
 from stoop.models.family import Family
@@ -78,10 +78,10 @@ class Lfm2Model(HybridModel):
 def read_spec(config: dict[str, Any], architecture: str) -> Lfm2Spec:
     reader = Reader(config)
     num_layers = read_num_layers(config)
-    tied = next((config[k] for k in ("tie_embedding", "tie_word_embeddings") if k in config), True)
+    given = (config.get(key) for key in ("tie_embedding", "tie_word_embeddings"))
+    tied = next((flag for flag in given if flag is not None), True)
     base = read_decoder_spec(
-        {"rope_theta": 1e6, "max_position_embeddings": 128_000}
-        | config
+        with_defaults(config, {"rope_theta": 1e6, "max_position_embeddings": 128_000})
         | {
             "intermediate_size": _intermediate_size(config),
             "num_key_value_heads": reader.whole("num_key_value_heads", default=8),

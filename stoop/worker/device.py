@@ -55,13 +55,20 @@ def find_device(asked: str | torch.device) -> str:
 
 
 def check_sizes(config: Config) -> None:
-    """Refuse, before anything is loaded, a model with sizes that a GPU's kernels do not serve."""
+    """Refuse, before anything is loaded, sizes of a model or of steps that a GPU's kernels do not
+    serve."""
     device = config.device
     if device.device == "cpu" or getattr(torch, device.dtype) not in KERNEL_DTYPES:
         return
     for layer in stateful_layers(describe_model(config.model, device)):
         if layer.unserved is not None:
             raise ConfigError(f"the model has {layer.unserved}: use device=cpu")
+        most, given = layer.most_tokens, config.schedule.max_num_batched_tokens
+        if most is not None and given > most:
+            raise ConfigError(
+                f"max_num_batched_tokens={given} is more than the {most} tokens of a step that the "
+                "GPU kernels of this model's recurrent layers serve: lower it"
+            )
 
 
 def prepare_device(device: str, dtype: str) -> None:

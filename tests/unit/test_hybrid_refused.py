@@ -10,6 +10,7 @@ import pytest
 
 from stoop.config.errors import CheckpointError, ConfigError, StoopError
 from stoop.config.resolve import make_options, resolve
+from stoop.config.schema import Config
 from stoop.models.registry import find_family, read_model_spec
 from stoop.worker.device import check_sizes
 from stoop.worker.runner import ModelRunner
@@ -115,6 +116,50 @@ def test_sizes_without_a_gpu_kernel_are_refused_on_a_gpu(
     check_sizes(resolve(options, read(name), "folder", "cuda:0"))
 
 
+MOST_TOKENS = {  # from the largest tensors that scans read and write, by config
+    "qwen3.5": lambda c: (
+        max(
+            2 * c["linear_num_key_heads"] * c["linear_key_head_dim"]
+            + c["linear_num_value_heads"] * c["linear_value_head_dim"],
+            c["linear_num_value_heads"] * 64,
+        )
+    ),
+    "bamba": lambda c: (
+        c["mamba_expand"] * c["hidden_size"] + 2 * c["mamba_n_groups"] * c["mamba_d_state"]
+    ),
+}
+
+
+WIDE = {  # enough to reach the limit
+    "qwen3.5": {"linear_num_value_heads": 64, "linear_value_head_dim": 16},
+    "bamba": {"mamba_n_groups": 2, "mamba_d_state": 1024},
+}
+
+
+@pytest.mark.parametrize("name", MOST_TOKENS)
+def test_steps_too_long_for_32_bits_are_refused_on_a_gpu(name: str) -> None:
+    """Scans count elements with 32 bits: past them, they would read and write elsewhere."""
+    wide = WIDE[name]
+    most = (2**31 - 1) // MOST_TOKENS[name](config_of(name) | wide)
+    spec = read(name, **wide)
+
+    def settle(tokens: int, device: str, dtype: str = "bfloat16") -> Config:
+        options = {"dtype": dtype, "max_num_batched_tokens": tokens}
+        return resolve(make_options("x", options), spec, "folder", device)
+
+    check_sizes(settle(most, "cuda:0"))
+    with pytest.raises(ConfigError, match=rf"tokens={most + 1} is more than the {most} .*: lower"):
+        ModelRunner(settle(most + 1, "cuda:0"))
+    check_sizes(settle(most + 1, "cpu"))
+    check_sizes(settle(most + 1, "cuda:0", "float64"))
+
+
+def test_short_convolutions_take_steps_of_any_length() -> None:
+    """Their kernel counts with 64 bits."""
+    options = make_options("x", {"dtype": "bfloat16", "max_num_batched_tokens": 2**22})
+    check_sizes(resolve(options, read("lfm2"), "folder", "cuda:0"))
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_values_of_a_wrong_type_are_refused_or_harmless(name: str) -> None:
     config = config_of(name)
@@ -133,6 +178,22 @@ def test_values_of_a_wrong_type_are_refused_or_harmless(name: str) -> None:
             messages.append(str(error))
     assert len(messages) > 100
     assert not any("\n" in message or len(message) > 400 for message in messages)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_null_means_that_a_key_is_missing(name: str) -> None:
+    config = config_of(name)
+    for key in config.keys() - {"architectures"} | set(MORE_KEYS[name]):
+        rest = {other: value for other, value in config.items() if other != key}
+        assert outcome(rest | {key: None}) == outcome(rest), key
+
+
+def outcome(config: dict[str, Any]) -> Any:
+    architecture = config["architectures"][0]
+    try:
+        return find_family(architecture).read_spec(config, architecture)
+    except StoopError as error:
+        return str(error)
 
 
 def test_old_spellings_mean_the_same(checkpoints: CheckpointStore) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CONV_WIDTHS = range(2, 9)  # of causal convolutions
 LEAST_DELTA_DIM = 16  # of a delta net's keys and values by head
+DELTA_CHUNK = 64  # tokens of a prompt that a delta net's scan takes at once
 
 
 @functools.cache

@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 
 from stoop.ops.kernels.attention_parts import row_of
+from stoop.ops.kernels.choice import DELTA_CHUNK
 from stoop.ops.kernels.delta_step import EPS, load_state, log_decay, sigmoid
 from stoop.ops.kernels.launch import load_early, start_in_turn
 from stoop.ops.kernels.recurrent import read_tile
 
-CHUNK = tl.constexpr(64)
+CHUNK = tl.constexpr(DELTA_CHUNK)
 PART = tl.constexpr(16)  # of a chunk: diagonal blocks are inverted row by row
 ROW_CHUNK = tl.constexpr(64)  # rows that a program looks at together
 
