@@ -88,7 +88,7 @@ def test_states_that_leave_too_little_for_kv_are_named() -> None:
     ):
         count_kv_blocks(settled, layout, 0)
     settled, layout = config(kv_cache_memory=layout.block_bytes)  # states do not matter then
-    with pytest.raises(ConfigError, match="hold 0 tokens, fewer .*: lower max_model_len, or raise"):
+    with pytest.raises(ConfigError, match=r"0 tokens, fewer .*: lower max_model_len, or raise"):
         count_kv_blocks(settled, layout, 2**30)
 
 
