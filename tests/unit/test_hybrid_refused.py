@@ -117,12 +117,10 @@ def test_sizes_without_a_gpu_kernel_are_refused_on_a_gpu(
 
 
 MOST_TOKENS = {  # from the largest tensors that scans read and write, by config
-    "qwen3.5": lambda c: (
-        max(
-            2 * c["linear_num_key_heads"] * c["linear_key_head_dim"]
-            + c["linear_num_value_heads"] * c["linear_value_head_dim"],
-            c["linear_num_value_heads"] * 64,
-        )
+    "qwen3.5": lambda c: max(
+        2 * c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        + c["linear_num_value_heads"] * c["linear_value_head_dim"],
+        c["linear_num_value_heads"] * 64,
     ),
     "bamba": lambda c: (
         c["mamba_expand"] * c["hidden_size"] + 2 * c["mamba_n_groups"] * c["mamba_d_state"]
