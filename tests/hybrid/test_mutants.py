@@ -55,6 +55,11 @@ def swap_a_and_b(patch: Patch) -> None:
     patch.setattr(recurrent, "DeltaGates", lambda z, b, a: DeltaGates(z, a, b))
 
 
+def gate_of_the_token_before(patch: Patch) -> None:
+    """A gather that is off by one."""
+    patch.setattr(recurrent, "DeltaGates", lambda z, b, a: DeltaGates(z.roll(1, 0), b, a))
+
+
 def gate_before_the_norm(patch: Patch) -> None:
     """Mamba-2's order in a delta net."""
     run = delta_net._run
@@ -92,6 +97,7 @@ MUTANTS: list[Case] = [
     *((each.name, each.apply, MIXERS, each.buffer) for each in hybrid.MUTANTS),
     ("window shifted too early", skip_the_window_log, MIXERS, None),
     ("gates a and b swapped", swap_a_and_b, ("qwen3.5",), None),
+    ("gate of the token before", gate_of_the_token_before, ("qwen3.5",), None),
     ("gate before the norm", gate_before_the_norm, ("qwen3.5",), None),
     ("norm before the gate", norm_before_the_gate, ("granite-hybrid",), None),
     ("norms without 1 +", forget_the_offset, ("qwen3.5",), None),

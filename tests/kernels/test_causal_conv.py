@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stoop.ops import causal_conv as reference
+from stoop.ops.recurrent import RecurrentRows
 from support.kernel_compiling import MAX_SHARED, compile_launches
 from support.recurrent_cases import Row, check_state, copied, make_conv, make_rows, random_rows
 
@@ -42,6 +43,58 @@ def test_convolutions_equal_torch(short: bool, gated: bool, seed: int) -> None:
     torch.testing.assert_close(out, expected, **limits(dtype, wider=10 if cut else 1))
     kept_limit = 1e-2 if cut else 0
     check_state(case.state, theirs, before, rows, rtol=kept_limit, atol=kept_limit)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_rejected_drafts_leave_the_bits_of_plain_decoding(gated: bool) -> None:
+    """After any number of accepted drafts, outputs and windows are those of one token a step."""
+    torch.manual_seed(0)
+    drafted, plain = Decoder(gated, log_len=4), Decoder(gated, log_len=1)
+    context = 0
+    for accepted in (0, 1, 2, 3, 3, 0, 2):
+        right = 1 + accepted
+        out = drafted.step(context, right, wrong=3 - accepted)
+        expected = []
+        for place in range(context, context + right):
+            expected.append(plain.step(place, 1))
+            if place == context:  # both have folded all before this token
+                assert torch.equal(drafted.state.window[0], plain.state.window[0]), context
+        assert torch.equal(out, torch.cat(expected)), context
+        context += right
+
+
+class Decoder:
+    """The convolution of one request, over steps of its text and wrong drafts."""
+
+    def __init__(self, gated: bool, log_len: int) -> None:
+        self.name, self.log_len = "gated_conv" if gated else "causal_conv", log_len
+        generator = torch.Generator().manual_seed(1)
+        self.text = torch.randn(30, 40 * (3 if gated else 1), generator=generator)
+        self.weight = torch.randn(40, 1, 3, generator=generator)
+        self.state = reference.ConvState(
+            torch.full((2, 2, 40), torch.nan), torch.full((2, log_len, 40), torch.nan)
+        )
+        self.pending = torch.zeros(2, dtype=torch.int64)
+
+    def step(self, context: int, right: int, wrong: int = 0) -> torch.Tensor:
+        """Returns the outputs of the right tokens, which are those of the text."""
+        from stoop.ops.kernels import causal_conv as kernels
+
+        count = right + wrong
+        x = self.text[context : context + count].clone()
+        x[right:] = 100.0
+
+        def number(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        rows = RecurrentRows(
+            number(0, count), number(context), number(context + count), torch.zeros(1).long(),
+            self.pending, short=True,
+        )  # fmt: skip
+        out = getattr(kernels, self.name)(x, self.weight, None, rows, self.state)
+        self.pending[0] = right
+        return out[:right]
 
 
 @pytest.mark.interpreted

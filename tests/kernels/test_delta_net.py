@@ -52,6 +52,20 @@ def test_steps_equal_torch(short: bool, seed: int) -> None:
     check_state(case.state, theirs.state, before.state, rows, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.interpreted
+def test_prompts_around_the_ends_of_chunks() -> None:
+    from stoop.ops.kernels import delta_net as kernels
+
+    torch.manual_seed(0)
+    given = [Row(n, n, 9 * (n % 2), n % 2) for n in (63, 64, 65, 127, 128, 129)]
+    rows, num_tokens = make_rows(given, 2, random.Random(0))
+    case = make_delta(rows, num_tokens, SHAPES[0], 2, torch.float32)
+    theirs, before = copied(case), copied(case)
+    expected = reference.delta_net.reference(*theirs.arguments)
+    torch.testing.assert_close(kernels.delta_net(*case.arguments), expected, rtol=2e-4, atol=2e-4)
+    check_state(case.state, theirs.state, before.state, rows, rtol=2e-5, atol=2e-5)
+
+
 SMALL, LARGE = DeltaShape(16, 16, 128, 128), DeltaShape(16, 32, 128, 128)
 COMPILED = [
     (SMALL, torch.bfloat16, False),
