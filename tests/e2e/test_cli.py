@@ -227,10 +227,23 @@ def test_check_proves_graphs_equal_and_ends_with_json(stoop: Stoop) -> None:
     assert record == {"cases": 25, "failed": 0, "failures": []}
 
 
-def test_check_proves_the_graphs_of_a_head(stoop: Stoop) -> None:
+@pytest.mark.parametrize(
+    ("model", "drafter"),
+    [
+        ("tiny", {"method": "eagle3", "model": "tiny"}),
+        ("tiny-lfm2", {"method": "ngram"}),
+        ("tiny-qwen3.5", {"method": "mtp"}),
+        ("tiny-granite-h", {"method": "eagle3", "model": "tiny"}),
+    ],
+)
+def test_check_proves_the_graphs_of_a_drafter(
+    stoop: Stoop, model: str, drafter: dict[str, str]
+) -> None:
     """All of them are used, whatever is accepted."""
-    head = '{"method": "eagle3", "model": "tiny", "num_speculative_tokens": 2}'
-    code, shown, _ = stoop("check", "--modes", "step", "--backends", "reference", "-sc", head)
+    given = json.dumps(drafter | {"num_speculative_tokens": 2})
+    code, shown, _ = stoop(
+        "check", model, "--modes", "step", "--backends", "reference", "-sc", given
+    )
     assert code == 0, shown
     assert json.loads(shown.splitlines()[-1])["cases"] == 25
 
