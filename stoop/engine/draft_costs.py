@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from stoop.config.environ import cache_dir
@@ -154,14 +153,14 @@ class CostStore:
             self._warned = True
 
     def _write(self, records: Mapping[str, object]) -> None:
-        """Beside the others in the file."""
+        """Beside the others in the file. Only the holder of the lock writes."""
         try:
             text = json.dumps({**self._read(), **records}, indent=1)
         except RecursionError:  # a file that stoop did not write
             text = json.dumps(records, indent=1)
-        with NamedTemporaryFile("w", dir=self.path.parent, delete=False) as fresh:
-            fresh.write(text + "\n")
-        Path(fresh.name).replace(self.path)
+        fresh = self.path.with_name(f".{STORE}.new")  # what a full disk left of it is overwritten
+        fresh.write_text(text + "\n")
+        fresh.replace(self.path)
 
     def _read(self) -> dict[str, object]:
         try:
