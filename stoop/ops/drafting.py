@@ -153,7 +153,7 @@ def commit_draft(
     return torch.where(active, drafted, -1)
 
 
-@op("room")
+@op("room", native=True)
 def look_up_ngrams(
     slots: SlotTensors, step: StepTensors, room: Tensor, sizes: tuple[int, int], count: int
 ) -> None:

@@ -228,8 +228,9 @@ class SpinControl:
                 "that)"
             )
             log.warning(
-                "other programs are using this machine's cores, so stoop's CPU threads sleep while "
-                "they wait (OMP_WAIT_POLICY or GOMP_SPINCOUNT override this)%s",
+                "stoop waits for CPU cores that other programs, or other threads of this one, are "
+                "using, so its threads sleep while they wait (OMP_WAIT_POLICY or GOMP_SPINCOUNT "
+                "override this)%s",
                 fewer if self.limit is not None else "",
             )
             self._told = True

@@ -154,6 +154,31 @@ def test_draft_commit() -> None:
         check_slots(ours, theirs, before)
 
 
+def test_ngram_lookup() -> None:
+    """Of few different tokens, so that many n-grams repeat."""
+    num_found = 0
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        ours = verified_case(rng)
+        torch.manual_seed(seed)
+        few = rng.choice((1, 2, 5))
+        ours.slots.token_ids.copy_(torch.randint(1, few + 1, ours.slots.token_ids.shape))
+        ours.slots.draft_limit[:-1].fill_(ours.num_drafts)
+        ours.slots.token_limit[:-1].fill_(ours.max_len)
+        theirs, before = ours.copy(), ours.copy()
+        least = rng.randint(1, 4)
+        sizes = (least, rng.randint(least, 6))
+        room = drafting.draft_room(ours.slots, ours.step, ours.max_len)
+        groups = (ours.slots, ours.step, room, sizes, ours.num_drafts)
+        steps.look_up_ngrams(*groups)
+        drafting.look_up_ngrams.reference(theirs.slots, theirs.step, *groups[2:])
+        check_slots(ours, theirs, before)
+        check_equal(ours.step, before.step)
+        live = ours.step.row_slots[ours.step.row_slots != ours.slots.sink]
+        num_found += int((ours.slots.num_drafts[live] > 0).sum())
+    assert num_found > 20
+
+
 @pytest.mark.parametrize("checks", [False, True])
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 1000, 1023, 1024, 1025, 1040, 3000])
 def test_greedy(width: int, checks: bool) -> None:

@@ -181,6 +181,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stoop_prepare_draft_prefill": (None, [c_void_p] * 3 + [c_int64] + [c_void_p] * 3),
     "stoop_prepare_draft_decode": (None, [c_void_p] * 4 + [c_int64, c_void_p, c_void_p]),
     "stoop_commit_draft": (None, [c_void_p] * 4 + [c_int64, c_void_p, c_void_p]),
+    "stoop_look_up_ngrams": (None, [c_void_p] * 3 + [c_int64] * 4),
 }  # fmt: skip
 
 

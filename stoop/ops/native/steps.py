@@ -267,3 +267,32 @@ def _commit_draft(
         structs.address(d2t),
         out.data_ptr(),
     )
+
+
+def look_up_ngrams(
+    slots: SlotTensors, step: StepTensors, room: Tensor, sizes: tuple[int, int], count: int
+) -> None:
+    tokens = (slots.num_tokens, slots.token_ids, slots.num_drafts)
+    _look_up_ngrams(step.row_slots, room, *sizes, count, *tokens)
+
+
+@register(
+    "native_look_up_ngrams(Tensor row_slots, Tensor room, int least, int most, int count, "
+    "Tensor num_tokens, Tensor(a!) token_ids, Tensor(b!) num_drafts) -> ()"
+)
+def _look_up_ngrams(
+    row_slots: Tensor,
+    room: Tensor,
+    least: int,
+    most: int,
+    count: int,
+    num_tokens: Tensor,
+    token_ids: Tensor,
+    num_drafts: Tensor,
+) -> None:
+    named = {"num_tokens": num_tokens, "token_ids": token_ids, "num_drafts": num_drafts}
+    addresses = {name: each.data_ptr() for name, each in named.items()}
+    a = structs.Slots(**addresses, sink=token_ids.shape[0] - 1, width=token_ids.stride(0))
+    native().call.stoop_look_up_ngrams(
+        addressof(a), row_slots.data_ptr(), room.data_ptr(), row_slots.shape[0], least, most, count
+    )

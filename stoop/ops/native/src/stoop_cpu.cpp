@@ -517,4 +517,9 @@ void stoop_commit_draft(const Slots* slots, const int64_t* row_slots, const int6
                         int64_t count, const int64_t* d2t, int64_t* out) {
     commit_draft(*slots, row_slots, room, token_ids, count, d2t, out);
 }
+
+void stoop_look_up_ngrams(const Slots* slots, const int64_t* row_slots, const int64_t* room, int64_t max_reqs,
+                          int64_t least, int64_t most, int64_t count) {
+    look_up_ngrams(*slots, row_slots, room, max_reqs, least, most, count);
+}
 }
