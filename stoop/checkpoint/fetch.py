@@ -87,8 +87,9 @@ def embedded_gguf(name: str, report: Report | None = None) -> Path:
 
 
 def _unknown_name(name: str) -> FetchError:
+    only = " (stoop check alone has tiny models)" if name.startswith("tiny") else ""
     return FetchError(
-        f"no model is called {name!r}: give one of {', '.join(EMBEDDED)}, a folder, "
+        f"no model is called {name!r}{only}: give one of {', '.join(EMBEDDED)}, a folder, "
         "a .gguf file, or a hub id such as org/name"
     )
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import os
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -88,10 +89,9 @@ def check(
         raise ConfigError(f"--only {only!r} chooses among mutants: add --mutants")
     chosen_modes = choose_names("--modes", modes, GRAPH_MODES[1:])
     chosen_backends = choose_names("--backends", backends, backend_names()) if backends else None
-    from stoop.check.graphs import TINY_CONFIGS, run_checks, tiny_model
+    from stoop.check.graphs import run_checks
 
-    place = tiny_model(model, engine) if model in TINY_CONFIGS else nullcontext((model, engine))
-    with place as (folder, options), StageProgress() as report:
+    with _place(model, engine) as (folder, options), StageProgress() as report:
         cases = list(run_checks(folder, chosen_modes, chosen_backends, options, report))
     if not as_json:
         _print_table(model, cases)
@@ -100,6 +100,18 @@ def check(
     print(json.dumps({"cases": num_cases, "failed": len(failures), "failures": failures}))
     if failures:
         raise typer.Exit(1)
+
+
+def _place(model: str, engine: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The model's folder and the engine's options; of a tiny model, while the context is open."""
+    from stoop.check.graphs import TINY_CONFIGS, tiny_model
+
+    if model in TINY_CONFIGS:
+        return tiny_model(model, engine)
+    if model.startswith("tiny") and not os.path.exists(model):
+        known = ", ".join(TINY_CONFIGS)
+        raise ConfigError(f"no tiny model is called {model!r}: give one of {known}")
+    return nullcontext((model, engine))
 
 
 def _refuse_with_mutants(model: str, modes: str, backends: str, engine: dict[str, Any]) -> None:

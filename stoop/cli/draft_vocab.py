@@ -41,7 +41,8 @@ def draft_vocab(
 ) -> None:
     """List the most frequent tokens of a text, for drafts from a smaller vocabulary.
 
-    A draft head that uses the target's LM head multiplies by all of it for each draft. With a list
+    A draft head that uses the target's LM head (MTP, EAGLE-1, some EAGLE-3 heads; not the one that
+    comes with smollm2-135m) multiplies by all of it for each draft. With a list
     of frequent tokens it multiplies by their rows only, which makes drafts cheaper the larger the
     vocabulary is. Answers stay the same: a token that is not listed is never drafted, and the
     target decides.
@@ -87,11 +88,16 @@ def draft_vocab(
 
 
 def _print_coverage(counts: "TokenCounts", size: int, source: Path) -> None:
-    vocab_size, num_kinds = len(counts.everywhere), int((counts.everywhere > 0).sum())
+    vocab_size = len(counts.everywhere)
     total = f"{counts.num_tokens:,} tokens in {counts.num_texts:,} texts"
-    print(f"{source}: {total}, {num_kinds:,} different")
+    print(f"{source}: {total}, {counts.num_kinds:,} different")
     for each in sorted({size, *(each for each in SIZES if each < vocab_size)}):
         text = f"{each:,} of {vocab_size:,} tokens cover {counts.coverage(each):.1%} of {source}"
         held_out = counts.held_out_coverage(each)
         print(text if held_out is None else f"{text}, {held_out:.1%} of texts held out")
     print(f"without a list, the {size:,} lowest ids cover {counts.lowest_coverage(size):.1%}")
+    if counts.num_kinds < size:
+        print(
+            f"only {counts.num_kinds:,} different tokens occur, so the list ends with the lowest "
+            "ids of the others: count more text, or lower --size"
+        )

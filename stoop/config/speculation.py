@@ -77,6 +77,9 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | No
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
+            if given in methods():
+                example = f'{{"method": "{given}", "num_speculative_tokens": 3}}'
+                raise _refuse(f"is {given}: write it as {example}") from None
             raise _refuse(f"is not JSON ({error}): write it as {EXAMPLE}") from None
     if not isinstance(given, Mapping):
         raise _refuse(f"is {shown(given)}: write an object such as {EXAMPLE}")

@@ -154,7 +154,10 @@ def _cpu_drafts(costs: DraftCosts | None, lengths: Sequence[float]) -> tuple[int
         if not costs.sure:
             return CPU_DRAFTS, ""
         return 0, f"the model's head does not make it faster here ({gain:.2f}x at best)"
-    return num_drafts, f": about {gain:.1f}x as fast here, by what earlier runs measured"
+    return (
+        num_drafts,
+        f": about {gain:.1f}x as fast here at usual acceptance, by what earlier runs measured",
+    )
 
 
 def _store_of(

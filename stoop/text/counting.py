@@ -37,6 +37,11 @@ class TokenCounts:
     def num_tokens(self) -> int:
         return int(self.everywhere.sum())
 
+    @property
+    def num_kinds(self) -> int:
+        """Tokens that occur."""
+        return int((self.everywhere > 0).sum())
+
     def ranking(self) -> np.ndarray:
         """All token ids, the most frequent first; of equally frequent ones the lowest first."""
         return _rank(self.everywhere)

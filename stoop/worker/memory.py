@@ -228,17 +228,7 @@ def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) ->
             "lower kv_cache_memory or num_kv_blocks",
         )
     if num_blocks - 1 < blocks_per_request:
-        held = max(num_blocks - 1, 0) * cache.block_size
-        beside, lower = "", "max_model_len"
-        if layout.recurrent_bytes and cache.num_blocks is None and cache.kv_cache_memory is None:
-            size = f"{layout.recurrent_bytes / GIB:.1f} GiB"
-            beside = f" beside the recurrent states of {schedule.max_num_seqs} requests ({size})"
-            lower += " or max_num_seqs"
-        raise ConfigError(
-            f"the KV cache would hold {held} tokens{beside}, fewer than max_model_len="
-            f"{schedule.max_model_len}: lower {lower}, or raise kv_cache_memory or "
-            "gpu_memory_utilization"
-        )
+        raise _too_few_blocks(config, layout, num_blocks - 1)
     log.info(
         "KV cache: %d blocks of %d tokens (%d tokens, %.2f GiB)",
         num_blocks - 1,
@@ -247,6 +237,24 @@ def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) ->
         num_blocks * layout.block_bytes / GIB,
     )
     return num_blocks
+
+
+def _too_few_blocks(config: Config, layout: StateLayout, num_blocks: int) -> ConfigError:
+    schedule, cache = config.schedule, config.cache
+    needed = -(-schedule.max_model_len // cache.block_size) + 1
+    beside, lower, higher = "", "max_model_len", "gpu_memory_utilization"
+    if cache.num_blocks is not None:
+        higher = f"num_kv_blocks to {needed}"
+    elif cache.kv_cache_memory is not None:
+        higher = f"kv_cache_memory to {needed * layout.block_bytes}"
+    elif layout.recurrent_bytes:
+        size = f"{layout.recurrent_bytes / GIB:.1f} GiB"
+        beside = f" beside the recurrent states of {schedule.max_num_seqs} requests ({size})"
+        lower += " or max_num_seqs"
+    return ConfigError(
+        f"the KV cache would hold {max(num_blocks, 0) * cache.block_size} tokens{beside}, fewer "
+        f"than max_model_len={schedule.max_model_len}: lower {lower}, or raise {higher}"
+    )
 
 
 def free_bytes(config: Config, peak_activation_bytes: int) -> int:

@@ -40,6 +40,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     ([*PROMPT, "--qqq"], "there is no option --qqq (see stoop generate --help)"),
     ([*PROMPT, "--prompt"], "'--prompt' requires an argument"),
     ([*PROMPT, "-sc", "{"], "speculative_config is not JSON"),
+    ([*PROMPT, "-sc", "ngram"], 'write it as {"method": "ngram", "num_speculative_tokens": 3}'),
     ([*PROMPT, "-sc", '{"method": "magic"}'], "method='magic'"),
     ([*PROMPT, "-sc", '{"modle": "x"}'], "'modle'"),
     ([*PROMPT, "--dtype", "float8"], "dtype='float8'"),
@@ -111,6 +112,7 @@ def test_bad_command_lines_are_refused_at_once() -> None:
     [
         ([*PROMPT, "/no/such/model"], "/no/such/model does not exist"),
         ([*PROMPT, "no-such-model"], "no model is called 'no-such-model'"),
+        ([*PROMPT, "tiny-lfm2"], "'tiny-lfm2' (stoop check alone has tiny models): give one of"),
         ([*PROMPT, "TEXT_MODEL", "--max-model-len", "9999"], "use at most 256"),
         (["pull", "no-such-model"], "smollm2-135m"),
         (["tune", "--tokens", "0,8"], "--tokens 0,8: use numbers from 1 to 128"),

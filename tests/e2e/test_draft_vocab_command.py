@@ -39,6 +39,7 @@ def test_a_text_is_counted(text_model: Path, tmp_path: Path, stoop: Stoop) -> No
     assert list(read_ranking(out).token_ids) == ids(text_model, "ab")
     code, shown, told = stoop(*args, "--size", "5")
     assert code == 0 and "5 of 260 tokens cover 100.0%" in shown, told
+    assert "only 3 different tokens occur, so the list ends with the lowest ids" in shown
     ranking = read_ranking(out)
     assert list(ranking.token_ids) == [*ids(text_model, "abc"), 0, 1]
     assert (ranking.vocab_size, ranking.source) == (260, "text.txt")

@@ -57,12 +57,21 @@ def test_mappings_and_json_say_the_same(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "{", "ngram", "{'method': 'ngram'}", '{"method": "ngram"} x', "[1", "nan,"]
+    "given", ["", "{", "n-gram", "{'method': 'ngram'}", '{"method": "ngram"} x', "[1", "nan,"]
 )
 def test_text_that_is_no_json_is_refused_with_an_example(given: str) -> None:
     with pytest.raises(ConfigError, match="speculative_config is not JSON") as refusal:
         parse_speculation(given)
     assert '"num_speculative_tokens"' in str(refusal.value)
+
+
+def test_a_bare_method_is_refused_with_what_to_write() -> None:
+    for method in ("ngram", "mtp"):
+        with pytest.raises(ConfigError, match=f"is {method}: write it as ") as refusal:
+            parse_speculation(method)
+        example = str(refusal.value).partition("write it as ")[2]
+        options = parse_speculation(example)
+        assert options is not None and options.method == method
 
 
 @pytest.mark.parametrize("given", ["[1]", "3", '"ngram"', "null", "true", 3, True, ["ngram"]])

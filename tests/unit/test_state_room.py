@@ -88,7 +88,16 @@ def test_states_that_leave_too_little_for_kv_are_named() -> None:
     ):
         count_kv_blocks(settled, layout, 0)
     settled, layout = config(kv_cache_memory=layout.block_bytes)  # states do not matter then
-    with pytest.raises(ConfigError, match=r"0 tokens, fewer .*: lower max_model_len, or raise"):
+    enough = -(-64 // settled.cache.block_size) + 1
+    size = enough * layout.block_bytes
+    with pytest.raises(
+        ConfigError, match=rf"0 tokens, fewer .*, or raise kv_cache_memory to {size}"
+    ):
+        count_kv_blocks(settled, layout, 2**30)
+    settled, layout = config(kv_cache_memory=size)
+    assert count_kv_blocks(settled, layout, 2**30) == enough
+    settled, layout = config(num_kv_blocks=enough - 1)
+    with pytest.raises(ConfigError, match=rf"or raise num_kv_blocks to {enough}$"):
         count_kv_blocks(settled, layout, 2**30)
 
 
