@@ -41,11 +41,10 @@ def draft_vocab(
 ) -> None:
     """List the most frequent tokens of a text, for drafts from a smaller vocabulary.
 
-    A draft head that uses the target's LM head (MTP, EAGLE-1, some EAGLE-3 heads; not the one that
-    comes with smollm2-135m) multiplies by all of it for each draft. With a list
-    of frequent tokens it multiplies by their rows only, which makes drafts cheaper the larger the
-    vocabulary is. Answers stay the same: a token that is not listed is never drafted, and the
-    target decides.
+    A draft head that uses the target's LM head (MTP, EAGLE-1, some EAGLE-3 heads; not SmolLM2's)
+    multiplies by all of it for each draft. With a list of frequent tokens it multiplies by their
+    rows only, which is cheaper the larger the vocabulary is. Answers stay the same: a token that is
+    not listed is never drafted, and the target decides.
 
     The best text is what the model itself answers to prompts like yours. The command prints what
     share of the text the most frequent tokens cover, and the same for a tenth of the texts that is
