@@ -27,14 +27,23 @@ _LONG_RANGE = re.compile(
 )
 
 
-def mend(text: str) -> str:
+def mend(text: str, of_schema: bool = False) -> str:
     """The same grammar, without the faults. Literals stay as they are.
 
     text: as the library prints a grammar
+    of_schema: of a JSON schema alone; then strings of at most one character, whose class has no
+    rule of its own, are known, too
     """
     names = set(_CHARACTERS.findall(text))
     text = _CHARACTERS.sub(lambda found: f"{found.group(1)} ::= (({_CHARACTER}))", text)
-    return _PART.sub(_mend_part, _count_to_the_quote(text, names))
+    text = _count_to_the_quote(text, names)
+    if of_schema:
+        text = _PART.sub(_without_controls, text)
+    return _PART.sub(_mend_part, text)
+
+
+def _without_controls(found: re.Match[str]) -> str:
+    return _CHARACTER if found.group() == _BOUNDED_STRING else found.group()
 
 
 def _count_to_the_quote(text: str, names: set[str]) -> str:

@@ -65,6 +65,7 @@ def _json(grammar: Any, asked: StructuredOutputs) -> Any:
         grammar.from_json_schema(
             json.dumps(schema), any_whitespace=not asked.disable_any_whitespace, strict_mode=True
         ),
+        of_schema=True,
     )
 
 
@@ -120,9 +121,9 @@ def _checked(part: Any) -> Any:
     return {name: _checked(each) for name, each in part.items()}
 
 
-def _mended(grammar: Any, built: Any) -> Any:
+def _mended(grammar: Any, built: Any, of_schema: bool = False) -> Any:
     text = str(built)
-    better = mend(text)
+    better = mend(text, of_schema)
     return built if better == text else grammar.from_ebnf(better)
 
 

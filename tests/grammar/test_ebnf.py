@@ -161,11 +161,26 @@ def test_strings_share_the_rules_that_count() -> None:
     assert re.search(r'"\\"" \w+_characters\{0, 5000\} "\\""', text)
 
 
-@pytest.mark.parametrize("schema", ['{"type": "string", "maxLength": 3}', '{"type": "string"}'])
-@pytest.mark.parametrize("byte", [0, 1, 9, 10, 13, 31, 34, 92])
-def test_strings_hold_no_control_characters(store: GrammarStore, schema: str, byte: int) -> None:
-    assert not accepts(store, b'"' + bytes([byte]) + b'"', json=schema)
-    assert accepts(store, b'"ab"', json=schema)
+@pytest.mark.parametrize("limits", [(0, 3), (0, 1), (1, 1), (1, 300), (0, None)])
+@pytest.mark.parametrize("byte", [0, 1, 9, 10, 13, 21, 31, 34, 92])
+def test_strings_hold_no_control_characters(
+    store: GrammarStore, limits: tuple[int, int | None], byte: int
+) -> None:
+    least, most = limits
+    schema: dict[str, Any] = {"type": "string"} | ({"minLength": least} if least else {})
+    schema |= {} if most is None else {"maxLength": most}
+    asked = {"json": json.dumps(schema)}
+    assert not accepts(store, b'"' + bytes([byte]) + b'"', **asked)
+    assert accepts(store, b'"a"', **asked)
+    assert accepts(store, b'""', **asked) == (least == 0)
+    assert accepts(store, b'"ab"', **asked) == (most != 1)
+
+
+def test_classes_that_users_write_keep_control_characters(store: GrammarStore) -> None:
+    """Only in schemas is a class of this form a string's."""
+    asked = {"grammar": r'root ::= "\"" [^"\\\r\n]? "\""'}
+    assert accepts(store, b'"\x15"', **asked)
+    assert accepts(store, b'""', **asked)
 
 
 def test_literals_stay_as_they_are() -> None:
