@@ -18,7 +18,9 @@ PROMPTS = [make_prompt(length, seed=3) for length in LENGTHS]
 MAX_MODEL_LEN = 336
 # float64 is held against transformers in float64 throughout, which it is not by itself.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
-AMPLIFYING = {"qwen3.5": 3.0, "qwen3.5-tied": 3.0}  # rounding grows more than in other models
+# Rounding grows more than in other models: in 300 tokens of the tied one, transformers in float32
+# is up to 2.3e-4 from transformers in float64, and stoop up to 2.5e-4.
+AMPLIFYING = {"qwen3.5": 3.0, "qwen3.5-tied": 5.0}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
