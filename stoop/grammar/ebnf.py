@@ -32,7 +32,7 @@ def mend(text: str, of_schema: bool = False) -> str:
 
     text: as the library prints a grammar
     of_schema: of a JSON schema alone; then strings of at most one character, whose class has no
-    rule of its own, are known, too
+    rule of its own, are known, too. In a structural tag such a class may be the user's, and stays
     """
     names = set(_CHARACTERS.findall(text))
     text = _CHARACTERS.sub(lambda found: f"{found.group(1)} ::= (({_CHARACTER}))", text)

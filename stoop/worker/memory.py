@@ -116,8 +116,13 @@ def _least_cache_bytes(config: Config, layout: StateLayout) -> int:
     snapshots = (cache.state_cache_memory or 0) if cache.enable_prefix_caching else 0
     if cache.num_blocks is None and cache.kv_cache_memory is not None:
         return cache.kv_cache_memory + snapshots
-    num_blocks = cache.num_blocks or -(-config.schedule.max_model_len // cache.block_size) + 1
+    num_blocks = cache.num_blocks or _blocks_per_request(config) + 1
     return num_blocks * layout.block_bytes + snapshots
+
+
+def _blocks_per_request(config: Config) -> int:
+    """Return the KV blocks of a request of the largest length."""
+    return -(-config.schedule.max_model_len // config.cache.block_size)
 
 
 def _obtainable_bytes(config: Config) -> int:
@@ -207,7 +212,7 @@ def count_snapshots(config: Config, layout: StateLayout, num_bytes_free: int) ->
 def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) -> int:
     """Return the number of KV blocks including the null block; refuse too few for one request."""
     schedule, cache = config.schedule, config.cache
-    blocks_per_request = -(-schedule.max_model_len // cache.block_size)
+    blocks_per_request = _blocks_per_request(config)
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
     elif not layout.paged:  # blocks take no memory
@@ -241,7 +246,7 @@ def count_kv_blocks(config: Config, layout: StateLayout, num_bytes_free: int) ->
 
 def _too_few_blocks(config: Config, layout: StateLayout, num_blocks: int) -> ConfigError:
     schedule, cache = config.schedule, config.cache
-    needed = -(-schedule.max_model_len // cache.block_size) + 1
+    needed = _blocks_per_request(config) + 1  # with the null block
     beside, lower, higher = "", "max_model_len", "gpu_memory_utilization"
     if cache.num_blocks is not None:
         higher = f"num_kv_blocks to {needed}"

@@ -173,21 +173,25 @@ inline void commit_draft(const Slots& slots, const int64_t* row_slots, const int
     }
 }
 
-// The longest n-gram that ends a row's tokens and occurs earlier, of several the first; what followed are the drafts.
+// Draft what followed the first of the longest earlier occurrences of the tokens that end a row.
+// least, most: sizes of an n-gram; count: the most drafts of a row
 inline void look_up_ngrams(const Slots& slots, const int64_t* row_slots, const int64_t* room, int64_t max_reqs,
                            int64_t least, int64_t most, int64_t count) {
     for (int64_t r = 0; r < max_reqs; r++) {
         int64_t slot = row_slots[r];
         if (slot == slots.sink) continue;
+        slots.num_drafts[slot] = 0;
+        if (room[r] <= 0) continue;
         int64_t end = slots.num_tokens[slot] - 1, longest = least - 1, where = -1;
         int32_t* text = slots.token_ids + slot * slots.width;
-        for (int64_t place = 0; room[r] > 0 && place < end && longest < most; place++) {
+        for (int64_t place = 0; place < end && longest < most; place++) {
             if (text[place] != text[end]) continue;
             int64_t run = 1;
             while (run < most && run <= place && text[place - run] == text[end - run]) run++;
             if (run > longest) longest = run, where = place;
         }
-        int64_t found = where < 0 ? 0 : std::min(room[r], end - where);
+        if (where < 0) continue;
+        int64_t found = std::min(room[r], end - where);
         slots.num_drafts[slot] = found;
         for (int64_t i = 0; i < std::min(found, count); i++) text[end + 1 + i] = text[where + 1 + i];
     }
