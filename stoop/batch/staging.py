@@ -5,7 +5,6 @@ one copy to the device for all writes and one scatter per tensor.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,21 +22,29 @@ _NUMPY: dict[torch.dtype, Any] = {
 _ALIGNED = 8  # bytes
 
 
-@dataclass(slots=True)
 class _Edits:
     """The staged writes of one tensor, in order."""
 
-    target: Tensor
-    places: list[int] = field(default_factory=list)  # indices into the flat tensor
-    values: list[int | float] = field(default_factory=list)
-    rows: set[int] = field(default_factory=set)
-    again: bool = False  # a row was written more than once, so places may repeat
+    __slots__ = ("firsts", "lengths", "num_rows", "target", "values", "width")
+
+    def __init__(self, target: Tensor) -> None:
+        assert target.is_contiguous(), target.stride()
+        self.target = target
+        self.num_rows, self.width = target.shape[0], target.stride(0)
+        self.firsts: list[int] = []  # of each write, an index into the flat tensor
+        self.lengths: list[int] = []
+        self.values: list[int | float] = []
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return places and values, with only the last write of each place."""
-        places = np.array(self.places, dtype=np.int64)
+        places = np.array(self.firsts, dtype=np.int64)
         values = np.array(self.values, dtype=_NUMPY[self.target.dtype])
-        if not self.again:
+        again = len(np.unique(places // self.width)) < len(places)  # a row was written twice
+        if len(values) > len(places):
+            lengths = np.array(self.lengths)
+            skipped = places - (np.cumsum(lengths) - lengths)
+            places = np.repeat(skipped, lengths) + np.arange(len(values))
+        if not again:
             return places, values
         last = _last_edits(places)
         return places[last], values[last]
@@ -52,21 +59,22 @@ class StagedWrites:
 
     def put(self, target: Tensor, row: int, values: Values, start: int = 0) -> None:
         """Stage `target[row, start : start + len(values)] = values` (flat within the row)."""
-        many = values if isinstance(values, Sequence) else (values,)
-        width = target.stride(0)
-        assert target.is_contiguous() and 0 <= row < target.shape[0], (row, target.shape)
-        if start < 0 or start + len(many) > width:
-            raise IndexError(f"{len(many)} values at {start} overrun a row of {width}")
-        if not many:
-            return
         edits = self._edits.get(id(target))
         if edits is None:
             edits = self._edits[id(target)] = _Edits(target)
-        first = row * width + start
-        edits.places += range(first, first + len(many))
-        edits.values += many
-        edits.again |= row in edits.rows
-        edits.rows.add(row)
+        single = isinstance(values, int | float)
+        length = 1 if single else len(values)  # type: ignore[arg-type]
+        assert 0 <= row < edits.num_rows, (row, target.shape)
+        if start < 0 or start + length > edits.width:
+            raise IndexError(f"{length} values at {start} overrun a row of {edits.width}")
+        if not length:
+            return
+        edits.firsts.append(row * edits.width + start)
+        edits.lengths.append(length)
+        if single:
+            edits.values.append(values)  # type: ignore[arg-type]
+        else:
+            edits.values += values  # type: ignore[arg-type]
 
     def clear(self) -> None:
         """Drop all staged writes."""
@@ -74,11 +82,12 @@ class StagedWrites:
 
     def apply(self) -> None:
         """Send all staged writes to the device."""
-        if not self._edits:
+        every, self._edits = self._edits, {}  # a write that fails is not retried
+        edits = [each for each in every.values() if each.values]
+        if not edits:
             return
-        edits, self._edits = self._edits, {}  # a write that fails is not retried
-        sent = iter(self._send([array for each in edits.values() for array in each.arrays()]))
-        for each in edits.values():
+        sent = iter(self._send([array for each in edits for array in each.arrays()]))
+        for each in edits:
             places, values = next(sent).view(torch.int64), next(sent).view(each.target.dtype)
             each.target.view(-1).index_copy_(0, places, values)
 

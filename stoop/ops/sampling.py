@@ -112,13 +112,14 @@ def forbid_stops_(
 
 @op("logits", kernel_module="sampling_edits")
 def forbid_bad_words_(
-    logits: Tensor, words: Tensor, history: History, slot: Tensor | None = None
+    logits: Tensor, words: Tensor, counts: Tensor, history: History, slot: Tensor | None = None
 ) -> None:
     """Forbid the last token of a word whose other tokens were just generated.
 
-    words: [n, num_words, length] int64, aligned right, padded with -1
+    words: [n, num_words, length] int64, aligned right, padded with -1; the first `counts` [n] of a
+    row are valid
     """
-    words, num_prompt_tokens = _rows(slot, words, history.num_prompt_tokens)
+    words, counts, num_prompt_tokens = _rows(slot, words, counts, history.num_prompt_tokens)
     num_before = words.shape[2] - 1
     offset = torch.arange(num_before, device=words.device) - num_before  # -num_before .. -1
     place = history.num_tokens[:, None] + offset  # [n, num_before]
@@ -128,7 +129,8 @@ def forbid_bad_words_(
     tail = history.token_ids[row[:, None], inside]
     tail = torch.where(place >= num_prompt_tokens[:, None], tail, -2)
     before, last = words[:, :, :-1], words[:, :, -1]
-    matches = ((before == tail[:, None, :]) | (before == -1)).all(dim=2) & (last >= 0)
+    matches = ((before == tail[:, None, :]) | (before == -1)).all(dim=2)
+    matches &= _first(counts, words.shape[1])
     _forbid_(logits, last, matches)
 
 

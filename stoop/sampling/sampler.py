@@ -160,7 +160,8 @@ class Sampler:
             stops, counts = state.stop_ids, state.stop_counts
             ops.forbid_stops_(logits, stops, counts, state.min_tokens, history, slot)
         if needs.bad_words:
-            ops.forbid_bad_words_(logits, state.bad_words, history, slot)
+            words, counts = state.bad_words, state.bad_word_counts
+            ops.forbid_bad_words_(logits, words, counts, history, slot)
         if needs.penalties:
             penalties = (state.repetition, state.presence, state.frequency)
             ops.penalise_(logits, history, *penalties, slot)

@@ -39,6 +39,7 @@ class SamplingState:
     bias_counts: Tensor
     bias_ids: Tensor
     bias_values: Tensor  # float32
+    bad_word_counts: Tensor
     bad_words: Tensor  # [slots + 1, words, length] int64, aligned right, padded with -1
 
     @property
@@ -74,11 +75,15 @@ class SamplingState:
             bias_counts=ints(),
             bias_ids=ints(MAX_LOGIT_BIAS),
             bias_values=floats(0.0, MAX_LOGIT_BIAS),
-            bad_words=ints(_BAD_WORD_ROWS, MAX_BAD_WORD_TOKENS) - 1,
+            bad_word_counts=ints(),
+            bad_words=ints(_BAD_WORD_ROWS, MAX_BAD_WORD_TOKENS),
         )
 
     def admit(self, staged: StagedWrites, slot: int, rules: TokenRules) -> None:
-        """Write every parameter of a slot, so that nothing of its previous request is left."""
+        """Write every parameter of a slot, so that nothing of its previous request is left.
+
+        What lies beyond a count is never read.
+        """
         params = rules.params
         # Filters would only break ties of a greedy row.
         greedy = params.greedy
@@ -98,11 +103,8 @@ class SamplingState:
         staged.put(self.bias_counts, slot, len(bias))
         staged.put(self.bias_ids, slot, list(bias))
         staged.put(self.bias_values, slot, list(bias.values()))
-        self._admit_bad_words(staged, slot, rules)
-
-    def _admit_bad_words(self, staged: StagedWrites, slot: int, rules: TokenRules) -> None:
         words = []
         for word in rules.bad_words:
             words += [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + list(word)
-        words += [-1] * (_BAD_WORD_ROWS * MAX_BAD_WORD_TOKENS - len(words))
+        staged.put(self.bad_word_counts, slot, len(rules.bad_words))
         staged.put(self.bad_words, slot, words)

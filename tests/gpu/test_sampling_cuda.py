@@ -166,8 +166,9 @@ def test_edits_are_the_references(length: int) -> None:
     words = torch.full((slots, 128, 16), -1, device="cuda")
     words[:, :64, 15] = ids[:, :64]
     words[:, :32, 14] = torch.randint(2, (slots, 32)).cuda() * 70000
-    reference.forbid_bad_words_(expected, words[slot], gathered)
-    kernels.forbid_bad_words_(logits, words, said, slot)
+    counts = torch.randint(65, (slots,)).cuda()
+    reference.forbid_bad_words_(expected, words[slot], counts[slot], gathered)
+    kernels.forbid_bad_words_(logits, words, counts, said, slot)
     assert torch.equal(logits, expected)
 
 

@@ -239,7 +239,9 @@ def test_bad_words_are_forbidden() -> None:
         words[row, 1, 1:3] = said.token_ids[row, end - 2 : end] if end > 1 else 7
         words[row, 1, 3] = 90 + row  # as it was said, partly in the prompt for some
         words[row, 2] = torch.tensor([39, 39, 39, 99])
-    check_edit(reference.forbid_bad_words_, "plain", words, said)
+    words[:, 3, 3] = 120  # of an earlier request, where the count leaves it out
+    counts = torch.tensor([3, 4, 2, 0, 3])
+    check_edit(reference.forbid_bad_words_, "plain", words, counts, said)
 
 
 @pytest.mark.interpreted
@@ -465,7 +467,7 @@ def test_edits_and_filters_compile_for_an_h200(vocab_size: int) -> None:
         sampling_edits.apply_masks_(logits, bits, slot)
         sampling_edits.add_bias_(logits, ints(4, 512), torch.zeros(4, 512), slot, slot=slot)
         sampling_edits.forbid_stops_(logits, ints(4, 128), slot, slot, said, slot=slot)
-        sampling_edits.forbid_bad_words_(logits, ints(4, 128, 16), said, slot=slot)
+        sampling_edits.forbid_bad_words_(logits, ints(4, 128, 16), slot, said, slot=slot)
         sampling_edits.penalise_(logits, said, floats, floats, floats, slot=slot)
 
     check_compiled(edits, 5)

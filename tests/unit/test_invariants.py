@@ -192,7 +192,7 @@ def test_invariant_16_every_parameter_of_a_slot_is_rewritten() -> None:
         run_requests(engine, requests)
         state = engine.runner.target.sampling_state
         counts = {"stop_ids": state.stop_counts, "bias_ids": state.bias_counts}
-        counts["bias_values"] = state.bias_counts
+        counts |= {"bias_values": state.bias_counts, "bad_words": state.bad_word_counts}
         row = {}
         for field in fields(state):
             value = getattr(state, field.name)[0]

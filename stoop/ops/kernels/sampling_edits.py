@@ -165,6 +165,7 @@ def _forbid_bad_words_kernel(
     logits_ptr,
     slot_ptr,
     words_ptr,
+    counts_ptr,
     tokens_ptr,
     num_tokens_ptr,
     num_prompt_ptr,
@@ -180,9 +181,9 @@ def _forbid_bad_words_kernel(
     row = tl.program_id(0).to(tl.int64)
     own = row_parameter(row, slot_ptr)
     word, column = tl.arange(0, WORDS), tl.arange(0, WIDTH)
-    live = word < num_words
+    live = word < tl.load(counts_ptr + own)
     words_ptr += own * num_words * LENGTH
-    last = tl.load(words_ptr + word * LENGTH + LENGTH - 1, mask=live, other=-1)
+    last = tl.load(words_ptr + word * LENGTH + LENGTH - 1, mask=live, other=0)
     before = tl.load(
         words_ptr + word[:, None] * LENGTH + column[None, :],
         mask=live[:, None] & (column < LENGTH - 1)[None, :],
@@ -193,18 +194,19 @@ def _forbid_bad_words_kernel(
     tail = tl.load(tokens_ptr + own * tokens_stride + place_in).to(tl.int64)
     tail = tl.where(place >= tl.load(num_prompt_ptr + own), tail, -2)
     differs = (before != tail[None, :]) & (before != -1)
-    matches = (tl.sum(differs.to(tl.int32), axis=1) == 0) & (last >= 0)
+    matches = (tl.sum(differs.to(tl.int32), axis=1) == 0) & live
     never = tl.full([WORDS], float("-inf"), tl.float32)
     tl.store(logits_ptr + row * stride + last, never, mask=matches)
 
 
 @register(
-    "forbid_bad_words_(Tensor(a!) logits, Tensor words, Tensor token_ids, Tensor num_tokens, "
-    "Tensor num_prompt_tokens, Tensor? slot) -> ()"
+    "forbid_bad_words_(Tensor(a!) logits, Tensor words, Tensor counts, Tensor token_ids, "
+    "Tensor num_tokens, Tensor num_prompt_tokens, Tensor? slot) -> ()"
 )
 def _forbid_bad_words_(
     logits: Tensor,
     words: Tensor,
+    counts: Tensor,
     token_ids: Tensor,
     num_tokens: Tensor,
     num_prompt_tokens: Tensor,
@@ -212,7 +214,7 @@ def _forbid_bad_words_(
 ) -> None:
     _, num_words, length = words.shape
     _forbid_bad_words_kernel[(logits.shape[0],)](
-        logits, slot, words, token_ids, num_tokens, num_prompt_tokens,
+        logits, slot, words, counts, token_ids, num_tokens, num_prompt_tokens,
         logits.stride(0), token_ids.stride(0), token_ids.shape[1], num_words, LENGTH=length,
         WORDS=triton.next_power_of_2(num_words), WIDTH=triton.next_power_of_2(length),
         num_warps=4,
@@ -220,15 +222,16 @@ def _forbid_bad_words_(
 
 
 def forbid_bad_words_(
-    logits: Tensor, words: Tensor, history: History, slot: Tensor | None = None
+    logits: Tensor, words: Tensor, counts: Tensor, history: History, slot: Tensor | None = None
 ) -> None:
     """Forbid the last token of a word whose other tokens were just generated.
 
-    words: [n, num_words, length] int64, aligned right, padded with -1
+    words: [n, num_words, length] int64, aligned right, padded with -1; the first `counts` [n] of a
+    row are valid
     """
     _check(logits)
     lengths = (history.num_tokens, history.num_prompt_tokens)
-    _forbid_bad_words_(logits, words.contiguous(), history.token_ids, *lengths, slot)
+    _forbid_bad_words_(logits, words.contiguous(), counts, history.token_ids, *lengths, slot)
 
 
 @triton.jit
