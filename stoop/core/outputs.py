@@ -18,46 +18,55 @@ class Logprob:
 class SpecCounts:
     """How many drafts were verified and accepted."""
 
-    num_drafts: int = 0  # steps that verified drafts
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_positions: int = 0
+    # Steps by the number of drafts that they verified, and how many of these they accepted.
+    steps: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    @staticmethod
-    def of(num_positions: int) -> "SpecCounts":
-        return SpecCounts(0, 0, 0, [0] * num_positions, [0] * num_positions)
-
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one step that verified `num_drafts` drafts."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.num_accepted_tokens_per_pos[position] += 1
-        for position in range(num_drafts):
-            self.num_draft_tokens_per_pos[position] += 1
+    def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
+        """Count steps that verified `num_drafts` drafts. The sums are made when they are read."""
+        step = num_drafts, num_accepted
+        self.steps[step] = self.steps.get(step, 0) + times
 
     @staticmethod
     def sum(outputs: "Iterable[RequestOutput]", num_positions: int) -> "SpecCounts":
         """The sum over all answers, for the first `num_positions` positions: an engine may have
         places for more drafts than a request asked for."""
-        total = SpecCounts.of(num_positions)
-        accepted, drafted = total.num_accepted_tokens_per_pos, total.num_draft_tokens_per_pos
+        total = SpecCounts(num_positions)
         for counts in (answer.spec for output in outputs for answer in output.outputs):
             if counts is not None:
-                total.num_drafts += counts.num_drafts
-                total.num_draft_tokens += counts.num_draft_tokens
-                total.num_accepted_tokens += counts.num_accepted_tokens
-                for position in range(num_positions):
-                    accepted[position] += counts.num_accepted_tokens_per_pos[position]
-                    drafted[position] += counts.num_draft_tokens_per_pos[position]
+                for drafts, accepted, times in counts.listed():
+                    total.add(drafts, accepted, times)
         return total
 
+    def listed(self) -> list[tuple[int, int, int]]:
+        """Drafts verified, drafts accepted, and how many steps. Other threads may go on adding."""
+        return [(*step, times) for step, times in list(self.steps.items())]
+
     def copy(self) -> "SpecCounts":
-        accepted, drafted = self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos
-        totals = (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens)
-        return SpecCounts(*totals, list(accepted), list(drafted))
+        return SpecCounts(self.num_positions, dict(self.steps))
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps that verified drafts."""
+        return sum(times for _, _, times in self.listed())
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(drafts * times for drafts, _, times in self.listed())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(accepted * times for _, accepted, times in self.listed())
+
+    @property
+    def num_draft_tokens_per_pos(self) -> list[int]:
+        every, places = self.listed(), range(self.num_positions)
+        return [sum(times for drafts, _, times in every if drafts > place) for place in places]
+
+    @property
+    def num_accepted_tokens_per_pos(self) -> list[int]:
+        every, places = self.listed(), range(self.num_positions)
+        return [sum(times for _, accepted, times in every if accepted > place) for place in places]
 
     @property
     def mean_acceptance_length(self) -> float:

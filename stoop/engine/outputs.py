@@ -44,7 +44,7 @@ class Answer:
         self.num_cached: int | None = None
         self.admitted: float | None = None  # on the clock of `time.perf_counter`
         self.num_dropped = 0  # tokens that came after a stop string in the same step
-        self.spec = SpecCounts.of(num_drafts) if num_drafts else None
+        self.spec = SpecCounts(num_drafts) if num_drafts else None
         self.num_decode_steps = 0  # with drafts or without
         self.draft_positions: list[int] | None = None  # one per token; a stream keeps them
         self._has_text = tokenizer is not None and self.params.detokenize

@@ -51,7 +51,7 @@ class Scheduler:
         self.limits = PromptLimits(
             config.max_model_len, kv_tokens=self.pool.num_usable * cache.block_size
         )
-        self.stats = SchedulerStats(spec=SpecCounts.of(config.num_drafts))
+        self.stats = SchedulerStats(spec=SpecCounts(config.num_drafts))
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order
         self._requests: dict[str, Request] = {}
@@ -186,33 +186,39 @@ class Scheduler:
 
         Decodes come first, so that a chunk of a long prompt does not delay other requests' tokens.
         """
-        decodes, prefills = [], []
+        decodes, prefills, decode_len = [], [], self.num_places + 1
         for request in self.running:
             if request.ends_in_flight:
                 continue
-            remaining = request.num_expected - request.num_computed
+            computed = request.num_computed
+            remaining = len(request.token_ids) + request.num_pending - computed
             if remaining == 1:
                 # A decode has places for all drafts, whether it has that many or not.
-                after_prompt = request.num_computed >= request.num_prompt_tokens
-                decodes.append((request, self.num_places + 1 if after_prompt else 1))
+                after_prompt = computed >= request.num_prompt_tokens
+                decodes.append((request, decode_len if after_prompt else 1))
             else:
                 prefills.append((request, remaining))
         return decodes + prefills
 
     def _continue_running(self, todo: list[tuple[Request, int]], plan: PlanBuilder) -> None:
+        block_size, lookahead = self.block_size, self._num_lookahead
         for request, wanted in todo:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by an earlier request of this loop
-            num_tokens = min(wanted, plan.budget)
-            if num_tokens and self._make_room(request, num_tokens, plan):
+            num_tokens = wanted if wanted <= plan.budget else plan.budget
+            if not num_tokens:
+                continue
+            past = request.num_computed + num_tokens + lookahead
+            has_room = past <= len(request.block_ids) * block_size
+            if has_room or self._make_room(request, num_tokens, plan):
                 plan.add(request, num_tokens)
 
     def _lacks_blocks(self, todo: list[tuple[Request, int]]) -> bool:
         """Whether the running requests need more blocks than are free, as far as is known now."""
         missing, most = 0, self.config.max_num_batched_tokens
         # A request needs the blocks that its tokens fill, plus one partial block.
-        at_most = sum(min(wanted, most) for _, wanted in todo)
-        at_most += len(todo) * (self.config.num_lookahead + self.block_size)
+        at_most = min(most, sum([wanted for _, wanted in todo]))
+        at_most += len(todo) * (self._num_lookahead + self.block_size)
         if at_most <= self.pool.num_free * self.block_size:
             return False
         for request, wanted in todo:
@@ -270,9 +276,6 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
         """Get blocks for a running request; preempt the last requests in order if needed."""
-        past = request.num_computed + num_tokens + self._num_lookahead
-        if past <= len(request.block_ids) * self.block_size:
-            return True
         while not self._grow(request, num_tokens, plan):
             victim = self.running[-1]
             self._preempt(victim)
@@ -369,8 +372,8 @@ class Scheduler:
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:
-        computed, expected = request.num_computed, request.num_expected
-        past, limit = computed + num_tokens, self.config.max_model_len
+        computed, limit = request.num_computed, self.config.max_model_len
+        expected, past = len(request.token_ids) + request.num_pending, computed + num_tokens
         return PlannedRow(
             request.request_id,
             request.epoch,
@@ -416,7 +419,10 @@ class Scheduler:
             return self._take_last_tokens(request, new_ids)
         known += new_ids
         self.stats.num_generated_tokens += len(new_ids)
-        self._settle(request, bool(new_ids))
+        if new_ids:
+            request.num_computed = len(known) + request.num_pending - 1
+        if len(known) > (request.num_offered_blocks + 1) * self.block_size:
+            self._offer_blocks(request)
         return new_ids
 
     def _take_last_tokens(self, request: Request, new_ids: list[int]) -> list[int]:

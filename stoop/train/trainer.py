@@ -196,7 +196,7 @@ class Trainer:
     def evaluate(self) -> dict[str, Any] | None:
         """Log loss and simulated acceptance on held-out documents, greedy ones if there are any."""
         packer, meter = self.documents.packer, _Meter()
-        counts = SpecCounts.of(min(WALK_DRAFTS, self.settings.ttt_steps))
+        counts = SpecCounts(min(WALK_DRAFTS, self.settings.ttt_steps))
         self._evaluated = self.step
         batches = self._held_out()
         for number, batch in enumerate(batches):

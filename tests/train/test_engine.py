@@ -62,7 +62,7 @@ def foreseen(job: Job, num_drafts: int, passes: object = unroll) -> list[SpecCou
         with torch.no_grad():
             lesson = passes.make_lesson(head.target, head, pack, draft_ids)  # type: ignore[attr-defined]
             accepted = passes.unroll(head, lesson).accepted  # type: ignore[attr-defined]
-        counts.append(SpecCounts.of(num_drafts))
+        counts.append(SpecCounts(num_drafts))
         walk(accepted.numpy(), int(prompt_len), num_drafts, counts[-1])
     return counts
 

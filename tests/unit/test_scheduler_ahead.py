@@ -359,7 +359,7 @@ def test_spec_stats_count_drafts_by_request_and_in_all() -> None:
     scheduler.add(a)
     scheduler.add(b)
     spec_step(scheduler, a=[5], b=[5])
-    told = {"a": SpecCounts.of(K), "b": SpecCounts.of(K)}
+    told = {"a": SpecCounts(K), "b": SpecCounts(K)}
     for tokens in ([6], [6, 7, 8, 9], [6, 7, 8]):
         plan = scheduler.schedule()
         rows = [

@@ -15,7 +15,7 @@ from stoop.engine.outputs import Answer
 
 def varied() -> SpecCounts:
     """Half of the steps make 3 drafts, the others 1; all are right but some at position 3."""
-    counts = SpecCounts.of(4)
+    counts = SpecCounts(4)
     for step in range(100):
         wanted = 3 if step % 2 else 1
         counts.add(wanted, min(wanted, 2 if step % 4 == 1 else 3))
@@ -80,7 +80,7 @@ def test_the_table_tells_all_steps_from_those_with_drafts(
     (row,) = [line for line in capsys.readouterr().err.splitlines() if "2.75" in line]
     cells = [cell.strip() for cell in row.split("│")[2:-1]]
     assert cells == ["100%", "100%", "50%", "-", "1.88", "50%", "2.75"]
-    print_acceptance([answered(41, 40, SpecCounts.of(4))], 4)
+    print_acceptance([answered(41, 40, SpecCounts(4))], 4)
     assert capsys.readouterr().err == "no drafts were made in 40 steps\n"
     print_acceptance([answered(41, 40, None)], 0)
     assert capsys.readouterr().err == ""
