@@ -9,7 +9,9 @@ is stopped and named; the others go on.
 """
 
 import argparse
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NO_TESTS = 5  # pytest's exit code: the file was skipped as a whole
+BY_TEST = ("test_graphs_cuda", "test_hybrid_cuda")  # files whose tests take a minute or two each
+# The options of pyproject.toml but for a second -q, with which it would not say how many passed.
+OPTIONS = "addopts=--strict-markers --import-mode=importlib"
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-o", OPTIONS)
 HEADS = {
     "tiny": '{"method": "eagle3", "model": "tiny", "num_speculative_tokens": 3}',
     "tiny-qwen3.5": '{"method": "mtp", "num_speculative_tokens": 3}',
@@ -44,7 +50,8 @@ class Outcome:
 def list_jobs(backends: str | None = None) -> list[Job]:
     """The longest first, so that none is left over at the end."""
     python = sys.executable
-    jobs = [Job("mutants", (python, "-m", "stoop", "check", "--mutants"))]
+    jobs = [job for stem in BY_TEST for job in list_tests(stem)]
+    jobs.append(Job("mutants", (python, "-m", "stoop", "check", "--mutants")))
     for model, head in HEADS.items():
         check: tuple[str, ...] = (python, "-m", "stoop", "check", model)
         if backends:
@@ -52,24 +59,40 @@ def list_jobs(backends: str | None = None) -> list[Job]:
         jobs.append(Job(f"{model} with drafts", (*check, "-sc", head)))
         jobs.append(Job(model, check))
     for path in sorted((ROOT / "tests/gpu").glob("test_*.py")):
-        jobs.append(Job(path.stem, (python, "-m", "pytest", "-q", str(path))))
+        if path.stem not in BY_TEST:
+            jobs.append(Job(path.stem, (*PYTEST, str(path))))
     return jobs
 
 
+def list_tests(stem: str) -> list[Job]:
+    """Each test of a file, the last ones first: quick tests come first in a file."""
+    command = (*PYTEST, "--collect-only", f"tests/gpu/{stem}.py")
+    found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    tests = [line for line in found.stdout.splitlines() if line.startswith("tests/gpu/")]
+    names = [f"{stem} {test.split('::')[1].removeprefix('test_')}" for test in tests]
+    jobs = [Job(name, (*PYTEST, test)) for name, test in zip(names, tests, strict=True)]
+    return jobs[::-1] or [Job(stem, (*PYTEST, f"tests/gpu/{stem}.py"))]  # it shows what is wrong
+
+
 def run(job: Job, folder: Path, seconds: float) -> Outcome:
-    log = folder / f"{job.name.replace(' ', '-')}.log"
-    started = time.monotonic()
-    with log.open("w") as out:
-        try:
-            code = subprocess.run(
-                job.command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, timeout=seconds
-            ).returncode
-            skipped = code == NO_TESTS and "pytest" in job.command
-            status = "skipped" if skipped else "failed" if code else "passed"
-        except subprocess.TimeoutExpired:
-            status = "too slow"
+    log = folder / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', job.name).strip('-')}.log"
+    started, code = time.monotonic(), None
+    with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        code = subprocess.run(
+            job.command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, timeout=seconds
+        ).returncode
     lines = log.read_text(errors="replace").strip().splitlines()
-    return Outcome(job, time.monotonic() - started, status, lines[-1] if lines else "")
+    last_line = lines[-1] if lines else ""
+    return Outcome(job, time.monotonic() - started, _status(job, code, last_line), last_line)
+
+
+def _status(job: Job, code: int | None, last_line: str) -> str:
+    if code is None:
+        return "too slow"
+    tests, none_ran = "pytest" in job.command, " passed" not in last_line
+    if tests and (code == NO_TESTS or (code == 0 and none_ran)):
+        return "skipped"
+    return "failed" if code else "passed"
 
 
 def run_all(jobs: list[Job], folder: Path, at_once: int, seconds: float) -> list[Outcome]:
@@ -102,7 +125,10 @@ def main() -> int:
         parser.error(f"--only {given.only!r} leaves no job: there are {names}")
     outcomes = run_all(jobs, given.out, given.jobs, given.seconds)
     bad = [each.job.name for each in outcomes if each.status not in ("passed", "skipped")]
-    told = f"not passed: {', '.join(bad)} (logs in {given.out})" if bad else "all passed"
+    num_skipped = sum(each.status == "skipped" for each in outcomes)
+    told = f"{len(outcomes) - num_skipped} passed, {num_skipped} skipped"
+    if bad:
+        told = f"not passed: {', '.join(bad)} (logs in {given.out})"
     print(f"{len(outcomes)} jobs, {told}")
     return 1 if bad else 0
 

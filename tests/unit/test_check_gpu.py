@@ -28,9 +28,13 @@ def test_every_outcome_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_all_files_and_all_tiny_models_are_there() -> None:
-    names = {job.name for job in list_jobs()}
+    jobs = list_jobs()
+    names = {job.name for job in jobs}
     files = Path(check_gpu.ROOT / "tests/gpu").glob("test_*.py")
-    assert {file.stem for file in files} < names
+    assert {file.stem for file in files} < {name.split()[0] for name in names}
+    assert len(names) == len(jobs)
+    for stem in check_gpu.BY_TEST:  # several to a test function, by parameter
+        assert len([name for name in names if name.startswith(f"{stem} ")]) >= 9
     from stoop.check.graphs import TINY_CONFIGS
 
     assert names >= {*TINY_CONFIGS, "mutants"}
@@ -41,10 +45,11 @@ def test_a_file_of_skipped_tests_is_no_failure(tmp_path: Path) -> None:
     for code, status in (
         ("import pytest\npytest.importorskip('no_such_module')", "skipped"),
         ("def test_it(): pass", "passed"),
+        ("import pytest\ndef test_it(): pytest.skip('no GPU')", "skipped"),
         ("import no_such_module", "failed"),
     ):
         path.write_text(code)
-        job = Job("it", (sys.executable, "-m", "pytest", "-q", str(path)))
+        job = Job("it", (*check_gpu.PYTEST, str(path)))
         assert [each.status for each in run_all([job], tmp_path / "logs", 1, 60)] == [status]
 
 
