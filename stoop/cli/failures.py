@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from stoop.config.errors import StoopError
-from stoop.config.vllm_names import ENGINE_ARGS
+from stoop.config.vllm_names import ENGINE_ARGS, SAMPLING_ADVICE
 
 LOWER = (
     "use a smaller model or a smaller --dtype, or lower --max-num-seqs, --max-num-batched-tokens, "
@@ -85,6 +85,10 @@ def _advice(option: str, known: set[str]) -> str:
     found = ENGINE_ARGS.get(name)
     if found is None:
         return ""
+    if found.advice == SAMPLING_ADVICE:
+        if name == "max_tokens" and "--output-len" in known:
+            return ": use --output-len"
+        return ": it is a sampling option, and every request has its own"
     return f", which is vLLM's: {found.advice or 'it changes nothing in stoop, so leave it out'}"
 
 

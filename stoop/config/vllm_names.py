@@ -43,6 +43,7 @@ def _only(*harmless: Any, advice: str) -> Foreign:
 
 
 _ONE_DEVICE = "stoop runs a model on one device: leave it out"
+SAMPLING_ADVICE = "it is a sampling option: pass SamplingParams to generate"
 _NO_LORA = "stoop has no LoRA adapters: merge the adapter into the weights"
 _NO_POOLING = "stoop only generates text and has no pooling models: leave it out"
 _STRUCTURE = 'write structured_outputs={"json": ...}, or regex, choice, grammar or json_object'
@@ -142,7 +143,7 @@ ENGINE_ARGS: dict[str, Foreign] = {
             "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop",
             "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
         ),
-        _only(advice="it is a sampling option: pass SamplingParams to generate"),
+        _only(advice=SAMPLING_ADVICE),
     ),
     # How vLLM does its work, and options of features whose use is refused by itself.
     **dict.fromkeys(

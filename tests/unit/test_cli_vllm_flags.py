@@ -21,6 +21,8 @@ generate = sys.modules["stoop.cli.generate"]  # the package has the command by t
             "there is no option --tensor-parallel-size, which is vLLM's: stoop runs a model on one "
             "device: leave it out",
         ),
+        (["bench", "throughput", "--max-tokens", "8"], "--max-tokens: use --output-len (see"),
+        (["serve", "--temperature", "0"], "a sampling option, and every request has its own"),
         (["generate", "--swap-space", "4"], "it changes nothing in stoop, so leave it out"),
         (
             ["bench", "step", "--enforce-eager"],
