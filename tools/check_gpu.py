@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NO_TESTS = 5  # pytest's exit code: the file was skipped as a whole
+PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
 BY_TEST = ("test_graphs_cuda", "test_hybrid_cuda")  # files whose tests take a minute or two each
 # The options of pyproject.toml but for a second -q, with which it would not say how many passed.
 OPTIONS = "addopts=--strict-markers --import-mode=importlib"
@@ -66,12 +67,13 @@ def list_jobs(backends: str | None = None) -> list[Job]:
 
 def list_tests(stem: str) -> list[Job]:
     """Each test of a file, the last ones first: quick tests come first in a file."""
-    command = (*PYTEST, "--collect-only", f"tests/gpu/{stem}.py")
+    path = f"tests/gpu/{stem}.py"
+    command = (*PYTEST, "--collect-only", path)
     found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    tests = [line for line in found.stdout.splitlines() if line.startswith("tests/gpu/")]
-    names = [f"{stem} {test.split('::')[1].removeprefix('test_')}" for test in tests]
+    tests = [line for line in found.stdout.splitlines() if line.startswith(f"{path}::")]
+    names = [f"{stem}: {test.split('::')[1].removeprefix('test_')}" for test in tests]
     jobs = [Job(name, (*PYTEST, test)) for name, test in zip(names, tests, strict=True)]
-    return jobs[::-1] or [Job(stem, (*PYTEST, f"tests/gpu/{stem}.py"))]  # it shows what is wrong
+    return jobs[::-1] or [Job(stem, (*PYTEST, path))]  # it shows what is wrong
 
 
 def run(job: Job, folder: Path, seconds: float) -> Outcome:
@@ -81,16 +83,15 @@ def run(job: Job, folder: Path, seconds: float) -> Outcome:
         code = subprocess.run(
             job.command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, timeout=seconds
         ).returncode
-    lines = log.read_text(errors="replace").strip().splitlines()
-    last_line = lines[-1] if lines else ""
-    return Outcome(job, time.monotonic() - started, _status(job, code, last_line), last_line)
+    text = log.read_text(errors="replace").strip()
+    last_line = text.splitlines()[-1] if text else ""
+    return Outcome(job, time.monotonic() - started, _status(job, code, text), last_line)
 
 
-def _status(job: Job, code: int | None, last_line: str) -> str:
+def _status(job: Job, code: int | None, log: str) -> str:
     if code is None:
         return "too slow"
-    tests, none_ran = "pytest" in job.command, " passed" not in last_line
-    if tests and (code == NO_TESTS or (code == 0 and none_ran)):
+    if "pytest" in job.command and (code == NO_TESTS or (code == 0 and not PASSED.search(log))):
         return "skipped"
     return "failed" if code else "passed"
 
@@ -114,12 +115,12 @@ def run_all(jobs: list[Job], folder: Path, at_once: int, seconds: float) -> list
 def main() -> int:
     parser = argparse.ArgumentParser(description="GPU tests and stoop check, several at a time")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--only", default="", help="jobs with this in their name")
+    parser.add_argument("--only", default="", help="jobs with this in the model's or file's name")
     parser.add_argument("--backends", help="attention backends of stoop check; all by default")
     parser.add_argument("--out", type=Path, default=Path("gpu-logs"), help="folder of the logs")
     parser.add_argument("--seconds", type=float, default=1800, help="for each job")
     given = parser.parse_args()
-    jobs = [job for job in list_jobs(given.backends) if given.only in job.name]
+    jobs = [job for job in list_jobs(given.backends) if given.only in job.name.split(":")[0]]
     if not jobs:
         names = ", ".join(job.name for job in list_jobs(given.backends))
         parser.error(f"--only {given.only!r} leaves no job: there are {names}")

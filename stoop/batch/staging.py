@@ -74,7 +74,7 @@ class StagedWrites:
         if single:
             edits.values.append(values)  # type: ignore[arg-type]
         else:
-            edits.values += values  # type: ignore[arg-type]
+            edits.values.extend(values)  # type: ignore[arg-type]
 
     def clear(self) -> None:
         """Drop all staged writes."""

@@ -19,13 +19,15 @@ class SpecCounts:
     """How many drafts were verified and accepted."""
 
     num_positions: int = 0
-    # Steps by the number of drafts that they verified, and how many of these they accepted.
-    steps: dict[tuple[int, int], int] = field(default_factory=dict)
+    # By the number of drafts that steps verified: how many steps accepted 0, 1, 2, ... of them.
+    steps: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
         """Count steps that verified `num_drafts` drafts. The sums are made when they are read."""
-        step = num_drafts, num_accepted
-        self.steps[step] = self.steps.get(step, 0) + times
+        by_accepted = self.steps.get(num_drafts)
+        if by_accepted is None:
+            by_accepted = self.steps[num_drafts] = [0] * (num_drafts + 1)
+        by_accepted[num_accepted] += times
 
     @staticmethod
     def sum(outputs: "Iterable[RequestOutput]", num_positions: int) -> "SpecCounts":
@@ -40,10 +42,14 @@ class SpecCounts:
 
     def listed(self) -> list[tuple[int, int, int]]:
         """Drafts verified, drafts accepted, and how many steps. Other threads may go on adding."""
-        return [(*step, times) for step, times in list(self.steps.items())]
+        return [
+            (drafts, accepted, times)
+            for drafts, by_accepted in list(self.steps.items())
+            for accepted, times in enumerate(by_accepted)
+        ]
 
     def copy(self) -> "SpecCounts":
-        return SpecCounts(self.num_positions, dict(self.steps))
+        return SpecCounts(self.num_positions, {k: list(each) for k, each in self.steps.items()})
 
     @property
     def num_drafts(self) -> int:

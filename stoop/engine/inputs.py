@@ -242,7 +242,10 @@ class InputProcessor:
                     )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word as given, and of the word after a space."""
+        """The tokens of each word as given, and of the word after a space.
+
+        A word that the tokenizer drops, such as a control character, is never generated.
+        """
         if words and self.tokenizer is None:
             raise RequestError("the engine has no tokenizer: bad_words cannot be honoured")
         found: dict[tuple[int, ...], None] = {}
@@ -255,7 +258,7 @@ class InputProcessor:
                         f"bad_words has {word!r}, of {len(ids)} tokens: use words of at most "
                         f"{MAX_BAD_WORD_TOKENS}"
                     )
-                if all(token < self.vocab_size for token in ids):
+                if ids and all(token < self.vocab_size for token in ids):
                     found[ids] = None
         return tuple(found)
 

@@ -130,7 +130,7 @@ def forbid_bad_words_(
     tail = torch.where(place >= num_prompt_tokens[:, None], tail, -2)
     before, last = words[:, :, :-1], words[:, :, -1]
     matches = ((before == tail[:, None, :]) | (before == -1)).all(dim=2)
-    matches &= _first(counts, words.shape[1])
+    matches &= _first(counts, words.shape[1]) & (last >= 0)
     _forbid_(logits, last, matches)
 
 

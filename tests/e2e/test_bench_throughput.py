@@ -75,7 +75,8 @@ class FakeEngine:
         if self.num_steps % 2:
             return []
         name, prompt = self.running.pop(0)
-        answer = SimpleNamespace(token_ids=prompt, spec=SpecCounts(2, 4, 1), num_decode_steps=5)
+        spec = SpecCounts(2, {2: [1, 1, 0]})
+        answer = SimpleNamespace(token_ids=prompt, spec=spec, num_decode_steps=5)
         return [SimpleNamespace(request_id=name, outputs=[answer])]
 
 
@@ -128,7 +129,9 @@ def row(
 ) -> LoadRow:
     """10 of 40 steps verify drafts."""
     steps = DecodeSteps(40, 40 + accepted, 10 if drafts else 0)
-    counts, made = SpecCounts(steps.num_with_drafts, 30, accepted), StepDrafts({0: 60, 3: 20}, 5)
+    counts, made = SpecCounts(3), StepDrafts({0: 60, 3: 20}, 5)
+    for step in range(steps.num_with_drafts):
+        counts.add(3, accepted // 10 + (step < accepted % 10))
     runs = [LoadRun(2.0, round(2 * speed), counts, steps, made) for speed in speeds]
     return LoadRow(load, drafts, 4 * load, runs, adaptive or drafts == "auto")
 
@@ -195,7 +198,7 @@ class FakeLLM:
 
     def step(self) -> list[Any]:
         self.order.append(self.drafts)
-        answer = SimpleNamespace(token_ids=[1], spec=SpecCounts(0, 0, 0), num_decode_steps=0)
+        answer = SimpleNamespace(token_ids=[1], spec=SpecCounts(), num_decode_steps=0)
         done, self.waiting = self.waiting, []
         return [SimpleNamespace(request_id=name, outputs=[answer]) for name in done]
 

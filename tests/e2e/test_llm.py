@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stoop import LLM, RequestError, SamplingParams
+from stoop.text.tokenizer import Tokenizer
 from support.engines import make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -150,6 +151,21 @@ def test_bad_words_never_come(llm: LLM) -> None:
     clean = answer(llm, "hello", GREEDY.replace(max_tokens=40, bad_words=[word]))
     assert word in plain.text
     assert word not in clean.text
+
+
+def test_a_bad_word_that_the_tokenizer_drops_changes_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2's tokenizer drops some control characters."""
+    encode = Tokenizer.encode
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, **how: encode(self, text.strip("\x04 "), **how)
+    )
+    expected = answer(llm, "hello", GREEDY)
+    assert llm.get_tokenizer().encode("\x04", add_special_tokens=False) == []
+    dropped = GREEDY.replace(bad_words=["\x04"])
+    both = llm.generate(["hello", "hello"], [GREEDY, dropped], use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in both] == [expected.token_ids] * 2
 
 
 def test_stream_grows_and_never_shows_half_a_character(llm: LLM) -> None:

@@ -240,7 +240,7 @@ def test_bad_words_are_forbidden() -> None:
         words[row, 1, 3] = 90 + row  # as it was said, partly in the prompt for some
         words[row, 2] = torch.tensor([39, 39, 39, 99])
     words[:, 3, 3] = 120  # of an earlier request, where the count leaves it out
-    counts = torch.tensor([3, 4, 2, 0, 3])
+    counts = torch.tensor([3, 4, 5, 0, 3])  # the fifth word has no tokens
     check_edit(reference.forbid_bad_words_, "plain", words, counts, said)
 
 

@@ -96,7 +96,7 @@ class FakeStream:
         self.ids = list(prompt["prompt_token_ids"])
         self.prompt = prompt.get("prompt")
         self.answers = [
-            CompletionOutput(index, "", [], spec=SpecCounts(1, 2, 0, [0, 0], [1, 1]))
+            CompletionOutput(index, "", [], spec=SpecCounts(2, {2: [1, 0, 0]}))
             for index in range(params.n)
         ]
         self.items = self._joined() if final_only else self._items()
@@ -184,8 +184,8 @@ class FakeStream:
             answer.finish_reason, answer.stop_reason = end, why
         drafts = [place % 2 for place in range(len(ids))]
         assert answer.spec is not None
-        answer.spec.num_draft_tokens += sum(drafts)  # besides the two that were rejected
-        answer.spec.num_accepted_tokens += sum(drafts)
+        for _ in range(sum(drafts)):  # besides the two that were rejected
+            answer.spec.add(1, 1)
         return AnswerDelta(index, text, ids, drafts, logprobs, end, why)
 
     def _scores(self, token: int) -> dict[int, Logprob]:

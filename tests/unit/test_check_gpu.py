@@ -31,10 +31,10 @@ def test_all_files_and_all_tiny_models_are_there() -> None:
     jobs = list_jobs()
     names = {job.name for job in jobs}
     files = Path(check_gpu.ROOT / "tests/gpu").glob("test_*.py")
-    assert {file.stem for file in files} < {name.split()[0] for name in names}
+    assert {file.stem for file in files} < {name.split(":")[0] for name in names}
     assert len(names) == len(jobs)
     for stem in check_gpu.BY_TEST:  # several to a test function, by parameter
-        assert len([name for name in names if name.startswith(f"{stem} ")]) >= 9
+        assert len([name for name in names if name.startswith(f"{stem}: ")]) >= 9
     from stoop.check.graphs import TINY_CONFIGS
 
     assert names >= {*TINY_CONFIGS, "mutants"}

@@ -183,7 +183,7 @@ def _forbid_bad_words_kernel(
     word, column = tl.arange(0, WORDS), tl.arange(0, WIDTH)
     live = word < tl.load(counts_ptr + own)
     words_ptr += own * num_words * LENGTH
-    last = tl.load(words_ptr + word * LENGTH + LENGTH - 1, mask=live, other=0)
+    last = tl.load(words_ptr + word * LENGTH + LENGTH - 1, mask=live, other=-1)
     before = tl.load(
         words_ptr + word[:, None] * LENGTH + column[None, :],
         mask=live[:, None] & (column < LENGTH - 1)[None, :],
@@ -194,7 +194,7 @@ def _forbid_bad_words_kernel(
     tail = tl.load(tokens_ptr + own * tokens_stride + place_in).to(tl.int64)
     tail = tl.where(place >= tl.load(num_prompt_ptr + own), tail, -2)
     differs = (before != tail[None, :]) & (before != -1)
-    matches = (tl.sum(differs.to(tl.int32), axis=1) == 0) & live
+    matches = (tl.sum(differs.to(tl.int32), axis=1) == 0) & (last >= 0)
     never = tl.full([WORDS], float("-inf"), tl.float32)
     tl.store(logits_ptr + row * stride + last, never, mask=matches)
 
