@@ -1,6 +1,6 @@
 """A step's plan while the scheduler makes it, what comes of its results, and what was counted."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stoop.core.messages import Delta
@@ -23,12 +23,13 @@ class SchedulerStats:
     num_steps_by_drafts: dict[int, int] = field(default_factory=dict)  # chosen for each request
     num_drafts_not_made: int = 0  # for decodes, in steps that made fewer than these asked for
 
-    def add_step(self, rows: Iterable[PlannedRow], num_drafts: int, most: int) -> None:
-        """most: drafts that any step may make"""
+    def add_step(self, rows: Sequence[PlannedRow], num_drafts: int, most: int) -> None:
+        """rows: decodes first; most: drafts that any step may make"""
         self.num_steps += 1
         self.num_steps_by_drafts[num_drafts] = self.num_steps_by_drafts.get(num_drafts, 0) + 1
         if num_drafts < most:
-            asked = [row.rules.num_drafts for row in rows if row.decodes]
+            decodes = rows if rows[-1].decodes else [row for row in rows if row.decodes]
+            asked = [row.rules.num_drafts for row in decodes]
             if num_drafts:
                 asked = [max(each - num_drafts, 0) for each in asked]
             self.num_drafts_not_made += sum(asked)

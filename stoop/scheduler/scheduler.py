@@ -346,20 +346,22 @@ class Scheduler:
         # Admissions first: they show what is computed before the rows are launched.
         admissions = [make_admission(request) for request in plan.admitted]
         scheduled = plan.num_scheduled
-        rows = [self._row(request, num_tokens) for request, num_tokens in scheduled.items()]
+        made = [self._row(request, num_tokens) for request, num_tokens in scheduled.items()]
+        # Decodes first, similar lengths together: attention backends tile the batch in this order.
+        # Then by slot, so that a batch of the same requests keeps the order of its rows.
+        rows = sorted(
+            made, key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot)
+        )
         num_drafts = self.num_drafts
         no_drafts = [each.slot for each in plan.admitted if each.num_drafter_kv is not None]
         if not num_drafts and self.config.drafter_has_kv:
-            if not self.keeps_drafter_kv or all(row.decodes for row in rows):
-                kept = (each for each in scheduled if each.num_drafter_kv is None)
+            if not self.keeps_drafter_kv or rows[-1].decodes:  # all do
+                kept = [each for each in scheduled if each.num_drafter_kv is None]
                 no_drafts += [each.slot for each in kept if each.lose_drafter_kv()]
             else:
                 num_drafts = 1  # prompts get the drafter's KV in any case
-        for (request, num_tokens), row in zip(scheduled.items(), rows, strict=True):
+        for (request, num_tokens), row in zip(scheduled.items(), made, strict=True):
             request.launch(num_tokens, self._max_new_tokens(request, row))
-        # Decodes first, similar lengths together: attention backends tile the batch in this order.
-        # Then by slot, so that a batch of the same requests keeps the order of its rows.
-        rows.sort(key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot))
         self.stats.add_step(rows, self.num_drafts, self.config.num_drafts)
         return StepPlan(
             index=self.stats.num_steps,

@@ -153,7 +153,9 @@ class LaunchedStep:
         self.output.wait()
         batch, host = self.batch, self.output.host
         counts = host.num_tokens[: batch.num_reqs].tolist()
-        token_ids = host.token_ids[: batch.num_reqs].tolist()
+        most, least = max(counts, default=0), min(counts, default=0)
+        width = max(most, -1 - least)  # a count of -1 - n means: n tokens, and then none
+        token_ids = host.token_ids[: batch.num_reqs, :width].tolist()
         num_drafts = host.num_drafts[: batch.num_reqs].tolist()
         self.output.release()
         found = zip(batch.plan_rows, token_ids, counts, num_drafts, strict=True)
@@ -161,7 +163,7 @@ class LaunchedStep:
             RowResult(row.request_id, row.epoch, tokens[:count], drafts)
             for row, tokens, count, drafts in found
         ]
-        if min(counts, default=0) < 0:
+        if least < 0:
             _mark_failed(rows, token_ids, counts)
         if self.grammars is not None:
             self.grammars.advance(batch.plan_rows, rows)
@@ -184,7 +186,6 @@ class LaunchedStep:
 
 
 def _mark_failed(rows: list[RowResult], token_ids: list[list[int]], counts: list[int]) -> None:
-    """A count of -1 - n means: n tokens, and then none."""
     for row, tokens, count in zip(rows, token_ids, counts, strict=True):
         if count < 0:
             row.token_ids, row.failed = tokens[: -1 - count], True

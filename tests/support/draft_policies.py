@@ -30,6 +30,7 @@ class RandomDrafts:
             scheduler.redraft |= lacking and self.random.random() < 0.3
         self.left -= 1
         self.chosen.append(self.num_drafts)
+        scheduler.keeps_drafter_kv = self.random.random() < 0.7
         scheduler.num_places = scheduler.num_drafts = self.num_drafts
         if self.eager:
             fewer = [count for count in self.counts if count <= self.num_drafts]
