@@ -125,7 +125,7 @@ class AdaptiveDrafts:
         if scheduler.redraft:
             return  # decided, and waits for results
         num_reqs = len(scheduler.running)
-        scheduler.keeps_drafter_kv = self._fills_kv()
+        scheduler.keeps_drafter_kv = self.num_drafts > 0 or not self.hopeless
         if not _any_wants_drafts(scheduler):
             # What was decided stays as it is for the next request.
             scheduler.num_places, scheduler.num_drafts = self.costs.plan(num_reqs, 0)
@@ -141,21 +141,13 @@ class AdaptiveDrafts:
             self._steps = EVERY if self.num_drafts else EVERY * max(1, num_reqs // MANY_REQS)
             self._countdown, self._decided_at = self._steps, num_reqs
         scheduler.num_places, scheduler.num_drafts = self.costs.plan(num_reqs, self.num_drafts)
-        scheduler.keeps_drafter_kv = self._fills_kv()
+        scheduler.keeps_drafter_kv = self.num_drafts > 0 or not self.hopeless
 
     def _can_never_pay(self) -> bool:
         """Whether drafts could not pay for a single request, even if most were accepted."""
         if not self.starts_over or 1 not in self.costs.sizes:
             return False
         return self._best(1, [HOPEFUL] * self.counts[-1]) == 0
-
-    def _fills_kv(self) -> bool:
-        """Whether prompts get the drafter's KV. Where drafts have not paid for long, they only do
-        when it is time to try some: the new requests are those that can."""
-        if self.num_drafts:
-            return True
-        waits = self._gap >= LAST_GAP and self._since < self._gap
-        return not (self.hopeless or waits)
 
     def _speed_known(self, num_reqs: int) -> bool:
         return self.costs.seconds(num_reqs, self.num_drafts) is not None

@@ -250,8 +250,10 @@ class InputProcessor:
             raise RequestError("the engine has no tokenizer: bad_words cannot be honoured")
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            for text in (word, " " + word.lstrip()):
-                assert self.tokenizer is not None
+            assert self.tokenizer is not None
+            if not self.tokenizer.encode(word, add_special_tokens=False):
+                continue
+            for text in (word, " " + word.lstrip()) if word.strip() else (word,):
                 ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
                 if len(ids) > MAX_BAD_WORD_TOKENS:
                     raise RequestError(

@@ -159,13 +159,22 @@ def test_a_bad_word_that_the_tokenizer_drops_changes_nothing(
     """SmolLM2's tokenizer drops some control characters."""
     encode = Tokenizer.encode
     monkeypatch.setattr(
-        Tokenizer, "encode", lambda self, text, **how: encode(self, text.strip("\x04 "), **how)
+        Tokenizer, "encode", lambda self, text, **how: encode(self, text.strip("\x04"), **how)
     )
     expected = answer(llm, "hello", GREEDY)
     assert llm.get_tokenizer().encode("\x04", add_special_tokens=False) == []
     dropped = GREEDY.replace(bad_words=["\x04"])
     both = llm.generate(["hello", "hello"], [GREEDY, dropped], use_tqdm=False)
     assert [each.outputs[0].token_ids for each in both] == [expected.token_ids] * 2
+
+
+def test_white_space_as_a_bad_word_bans_no_lone_space(llm: LLM) -> None:
+    inputs, encode = llm.engine.frontend.inputs, llm.get_tokenizer().encode
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(encode(text, add_special_tokens=False))
+
+    assert inputs._bad_words(["\n", "a"]) == (ids("\n"), ids("a"), ids(" a"))
 
 
 def test_stream_grows_and_never_shows_half_a_character(llm: LLM) -> None:

@@ -41,19 +41,17 @@ class PolicyServer:
         seed: int = 1,
         limits: Sequence[int] = (DRAFTS,),
         host_seconds: float | None = None,
-        drafter_seconds: float = 0.0,
     ) -> None:
         """decode_seconds: of a step, by requests and drafts; token_seconds: of a prompt's token;
         draft_seconds: of one draft for all requests, a part of the former; limits: drafts that
         requests ask for, in turns; host_seconds: of a step, for which it does not wait for a
-        device; None: the host computes; drafter_seconds: of a prompt's token, in steps that fill
-        the drafter's KV"""
+        device; None: the host computes"""
         self.policy, self.num_reqs = policy, num_reqs
         self.decode_seconds = decode_seconds
         self.prompt_len, self.answer_len = prompt_len, answer_len
         self.token_seconds, self.draft_seconds = token_seconds, draft_seconds
         self.random, self.limits = random.Random(seed), limits
-        self.host_seconds, self.drafter_seconds = host_seconds, drafter_seconds
+        self.host_seconds = host_seconds
         self.scheduler = make_scheduler(
             num_blocks=100_000,
             max_model_len=60_000,
@@ -100,8 +98,7 @@ class PolicyServer:
         num_tokens = sum(row.num_tokens for row in rows if not row.decodes)
         verified = decodes[0].num_tokens - 1 if decodes else 0
         taken = self.decode_seconds(len(decodes), verified) - self.draft_seconds * verified
-        each = self.token_seconds + self.drafter_seconds * (made > 0)
-        return taken + self.draft_seconds * made + each * num_tokens
+        return taken + self.draft_seconds * made + self.token_seconds * num_tokens
 
     def _answer(self, row: PlannedRow, made: int, rate: float) -> RowResult:
         if not row.samples:

@@ -189,27 +189,6 @@ def test_prompts_beside_decodes_are_no_cost_of_either(
     assert served.speed > 0.97 * held[best]
 
 
-@pytest.mark.parametrize("num_reqs", [4, 16])
-def test_prompts_do_without_a_drafter_that_has_not_paid_for_long(num_reqs: int) -> None:
-    """They get its KV again when some drafts are tried, so it is found out when they pay."""
-
-    def server(policy: AdaptiveDrafts | HeldDrafts, drafter_seconds: float) -> PolicyServer:
-        costs = {"prompt_len": 300, "answer_len": upto(50, 100), "drafter_seconds": drafter_seconds}
-        return PolicyServer(policy, num_reqs, on_gpu, **costs, **GPU)  # type: ignore[arg-type]
-
-    plain = server(HeldDrafts(0), 0.0).serve(0.0, 4000).speed
-    adaptive = server(captured(), 5e-6)
-    adaptive.serve(0.0, 3000)
-    assert (
-        adaptive.serve(0.0, 4000).speed
-        > 0.99 * plain
-        > server(HeldDrafts(0), 5e-6).serve(0.0, 4000).speed
-    )
-    assert adaptive.serve(0.9, 2000).chosen[3] > 800
-    best = server(HeldDrafts(3), 5e-6).serve(0.9, 2000).speed
-    assert adaptive.serve(0.9, 2000).speed > 0.99 * best
-
-
 def test_requests_that_are_too_short_for_drafts_get_none() -> None:
     server = PolicyServer(captured(), 4, on_gpu, answer_len=upto(2, 2), **GPU)
     assert server.serve(0.9, 100).chosen[0] > 95
