@@ -275,7 +275,7 @@ class Scheduler:
             self.stats.num_prompt_tokens += request.num_prompt_tokens
 
     def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
-        """Get blocks for a running request; preempt the last requests in order if needed."""
+        """Get the blocks that a request lacks; preempt the last requests in order if needed."""
         while not self._grow(request, num_tokens, plan):
             victim = self.running[-1]
             self._preempt(victim)
@@ -421,6 +421,7 @@ class Scheduler:
             return self._take_last_tokens(request, new_ids)
         known += new_ids
         self.stats.num_generated_tokens += len(new_ids)
+        # What `_settle` does, without its calls: this runs for each request of each step.
         if new_ids:
             request.num_computed = len(known) + request.num_pending - 1
         if len(known) > (request.num_offered_blocks + 1) * self.block_size:
