@@ -232,7 +232,8 @@ def _graph(options: EngineOptions, device: str, max_tokens: int) -> GraphConfig:
     usual = CAPTURE_SIZE if device == "cpu" else GPU_CAPTURE_SIZE
     largest = _given("max_capture_size", options.max_capture_size, usual)
     if options.capture_sizes is None:
-        return GraphConfig(mode, None, sanitize, largest, options.capture_structured)
+        more = device != "cpu" and options.max_capture_size is None
+        return GraphConfig(mode, None, sanitize, largest, more, options.capture_structured)
     sizes = parse_sizes(options.capture_sizes)
     if not sizes or sizes[0] < 1 or sizes[-1] > max_tokens:
         raise ConfigError(

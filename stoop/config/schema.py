@@ -171,6 +171,7 @@ class GraphConfig:
     capture_sizes: tuple[int, ...] | None = None  # None: the defaults
     sanitize: bool = False
     max_capture_size: int = CAPTURE_SIZE  # of the sizes that are not given
+    more_for_prompts: bool = False  # larger ones for mixed batches, where the model is small
     capture_structured: bool = False  # whole steps of requests with a grammar, too
 
 
@@ -339,9 +340,9 @@ class EngineOptions:
     max_capture_size: int | None = field(
         default=None,
         metadata={
-            "help": "largest of the default batch sizes to capture graphs for; more makes prompts "
-            "of small models faster, and takes start-up time and memory; default: "
-            f"{GPU_CAPTURE_SIZE} on a GPU, {CAPTURE_SIZE} on a CPU"
+            "help": "largest of the default batch sizes to capture graphs for; default: "
+            f"{CAPTURE_SIZE} on a CPU; on a GPU {GPU_CAPTURE_SIZE}, and more tokens of prompts "
+            "where the model is so small that launching its kernels takes longer than running them"
         },
     )
     sanitize: bool = field(

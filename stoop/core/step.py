@@ -81,6 +81,8 @@ class StepPlan:
     # Blocks that requests get in this step, less cached prefixes. Empty if none must be zeroed.
     blocks_to_zero: list[int] = field(default_factory=list)
     copies: StateCopies | None = None
+    # Whether all rows but their progress are those of the plan before.
+    same_rows: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,10 @@ log = logging.getLogger(__name__)
 MANY_TOKENS = 512  # verified in one step
 GAP, WIDE_GAP = 32, 64  # between numbers of requests above 16, where the number of drafts varies
 
+# To launch a layer's kernels takes Python 0.5 to 1 ms, and an H200 does 400 TFLOP/s, two for each
+# parameter and token: up to this many tokens, times parameters a layer, Python takes longer.
+PARAMETERS_PER_LAUNCH = 2e11
+
 
 @dataclass(frozen=True)
 class GraphLimits:
@@ -22,7 +26,17 @@ class GraphLimits:
     query_lens: tuple[int, ...]  # query tokens of a request in decode batches, in rising order
     sizes: tuple[int, ...] | None  # from the user; None for the defaults
     max_default: int = CAPTURE_SIZE  # the largest of the defaults
+    max_mixed: int = 0  # the same for mixed batches, if that is more
     masked: bool = False  # whole steps with masks of the host are captured, too
+
+
+def max_mixed_size(num_layers: int, num_parameters: int, max_tokens: int) -> int:
+    """The most tokens of a mixed batch that Python takes longer to launch than a GPU to run.
+
+    Larger batches gain nothing from a graph, and would be padded.
+    """
+    most = PARAMETERS_PER_LAUNCH * num_layers / num_parameters
+    return max(size for size in default_sizes(max_tokens) if size <= max(most, 1))
 
 
 def plan_graphs(
@@ -68,7 +82,7 @@ def _mixed_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutio
         BatchExecutionDescriptor(
             mode, tokens, min(tokens, limits.max_reqs) if mode is RunMode.FULL else None
         )
-        for tokens in _sizes(limits, limits.max_tokens)
+        for tokens in _sizes(limits, limits.max_tokens, limits.max_mixed)
     ]
 
 
@@ -93,7 +107,7 @@ def _gap(num_tokens: int) -> int:
     return GAP if num_tokens <= MANY_TOKENS else WIDE_GAP
 
 
-def _sizes(limits: GraphLimits, limit: int) -> list[int]:
+def _sizes(limits: GraphLimits, limit: int, max_default: int = 0) -> list[int]:
     if limits.sizes is None:
-        return default_sizes(min(limit, limits.max_default))
+        return default_sizes(min(limit, max(limits.max_default, max_default)))
     return sorted({size for size in limits.sizes if size <= limit})

@@ -22,17 +22,44 @@ class SchedulerStats:
     spec: SpecCounts = field(default_factory=SpecCounts)
     num_steps_by_drafts: dict[int, int] = field(default_factory=dict)  # chosen for each request
     num_drafts_not_made: int = 0  # for decodes, in steps that made fewer than these asked for
+    _last: tuple[int, int] = (0, 0)  # of the last step: drafts made, and not made
 
-    def add_step(self, rows: Sequence[PlannedRow], num_drafts: int, most: int) -> None:
-        """rows: decodes first; most: drafts that any step may make"""
+    def add_step(
+        self, rows: Sequence[PlannedRow], same_rows: bool, num_drafts: int, most: int
+    ) -> None:
+        """rows: decodes first, maybe the same as in the last step; most: drafts that any step may
+        make"""
         self.num_steps += 1
         self.num_steps_by_drafts[num_drafts] = self.num_steps_by_drafts.get(num_drafts, 0) + 1
-        if num_drafts < most:
-            decodes = rows if rows[-1].decodes else [row for row in rows if row.decodes]
-            asked = [row.rules.num_drafts for row in decodes]
-            if num_drafts:
-                asked = [max(each - num_drafts, 0) for each in asked]
-            self.num_drafts_not_made += sum(asked)
+        if not same_rows or self._last[0] != num_drafts:
+            self._last = num_drafts, _count_not_made(rows, num_drafts) if num_drafts < most else 0
+        self.num_drafts_not_made += self._last[1]
+
+
+def _count_not_made(rows: Sequence[PlannedRow], num_drafts: int) -> int:
+    return sum(max(row.rules.num_drafts - num_drafts, 0) for row in rows if row.decodes)
+
+
+def place_in_batch(row: PlannedRow) -> tuple[bool, int, int, int]:
+    """Decodes first, similar lengths together: attention backends tile the batch in this order.
+
+    Then by slot, so that a batch of the same requests keeps the order of its rows.
+    """
+    return not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot
+
+
+class RowWatch:
+    """Tells whether a step has the rows of the step before: most do, and few things change then.
+
+    An epoch stands for a request and what it asks for.
+    """
+
+    def __init__(self) -> None:
+        self._key: list[tuple[int, int, bool]] = []
+
+    def same(self, rows: Sequence[PlannedRow]) -> bool:
+        last, self._key = self._key, [(row.epoch, row.num_tokens, row.decodes) for row in rows]
+        return self._key == last
 
 
 class PlanBuilder:

@@ -24,7 +24,14 @@ from stoop.core.outputs import SpecCounts
 from stoop.core.request import OWN_LATER, PromptLimits, Request, RequestStatus
 from stoop.core.step import PlannedRow, RowResult, StepPlan, StepResult
 from stoop.scheduler.block_pool import BlockPool
-from stoop.scheduler.plan import PlanBuilder, SchedulerStats, make_admission, make_delta
+from stoop.scheduler.plan import (
+    PlanBuilder,
+    RowWatch,
+    SchedulerStats,
+    make_admission,
+    make_delta,
+    place_in_batch,
+)
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 from stoop.scheduler.snapshots import SnapshotIndex
@@ -63,6 +70,8 @@ class Scheduler:
         self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._num_arrivals = 0
         self._epochs = itertools.count()  # never repeats, even if a request id does
+        self._row_watch = RowWatch()
+        self._left_out = False  # whether the drafter did not see the last step
 
     def _make_prefix_cache(self, cache: CacheConfig) -> PrefixCache:
         enabled, looks_ahead = cache.enable_prefix_caching, self.config.drafter_has_kv
@@ -347,22 +356,21 @@ class Scheduler:
         admissions = [make_admission(request) for request in plan.admitted]
         scheduled = plan.num_scheduled
         made = [self._row(request, num_tokens) for request, num_tokens in scheduled.items()]
-        # Decodes first, similar lengths together: attention backends tile the batch in this order.
-        # Then by slot, so that a batch of the same requests keeps the order of its rows.
-        rows = sorted(
-            made, key=lambda row: (not row.decodes, row.num_tokens, row.seq_len >> 8, row.slot)
-        )
+        rows = sorted(made, key=place_in_batch)
+        same_rows = self._row_watch.same(rows)
         num_drafts = self.num_drafts
         no_drafts = [each.slot for each in plan.admitted if each.num_drafter_kv is not None]
+        left_out = False  # whether the drafter does not see this step
         if not num_drafts and self.config.drafter_has_kv:
-            if not self.keeps_drafter_kv or rows[-1].decodes:  # all do
-                kept = [each for each in scheduled if each.num_drafter_kv is None]
-                no_drafts += [each.slot for each in kept if each.lose_drafter_kv()]
-            else:
+            left_out = not self.keeps_drafter_kv or rows[-1].decodes  # all do
+            if not left_out:
                 num_drafts = 1  # prompts get the drafter's KV in any case
+            elif not (same_rows and self._left_out):
+                no_drafts += [each.slot for each in scheduled if each.lose_drafter_kv()]
+        self._left_out = left_out
         for (request, num_tokens), row in zip(scheduled.items(), made, strict=True):
             request.launch(num_tokens, self._max_new_tokens(request, row))
-        self.stats.add_step(rows, self.num_drafts, self.config.num_drafts)
+        self.stats.add_step(rows, same_rows, self.num_drafts, self.config.num_drafts)
         return StepPlan(
             index=self.stats.num_steps,
             rows=rows,
@@ -371,6 +379,7 @@ class Scheduler:
             admissions=admissions,
             block_appends=list(plan.block_appends()),
             blocks_to_zero=plan.new_blocks() if self._zero_new_blocks else [],
+            same_rows=same_rows,
         )
 
     def _row(self, request: Request, num_tokens: int) -> PlannedRow:

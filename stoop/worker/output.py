@@ -158,10 +158,12 @@ class LaunchedStep:
         token_ids = host.token_ids[: batch.num_reqs, :width].tolist()
         num_drafts = host.num_drafts[: batch.num_reqs].tolist()
         self.output.release()
-        found = zip(batch.plan_rows, token_ids, counts, num_drafts, strict=True)
+        of_rows = token_ids
+        if least < width:
+            of_rows = [tokens[:count] for tokens, count in zip(token_ids, counts, strict=True)]
         rows = [
-            RowResult(row.request_id, row.epoch, tokens[:count], drafts)
-            for row, tokens, count, drafts in found
+            RowResult(row.request_id, row.epoch, tokens, drafts)
+            for row, tokens, drafts in zip(batch.plan_rows, of_rows, num_drafts, strict=True)
         ]
         if least < 0:
             _mark_failed(rows, token_ids, counts)

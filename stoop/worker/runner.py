@@ -80,11 +80,11 @@ class StepCounts:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Dispatched:
     """How batches of the same rows run; looked up again only when the rows change."""
 
-    key: list[tuple[int, int, bool]]
+    rows: list[PlannedRow]  # of the last such batch
     needs: SamplingNeeds
     descriptor: BatchExecutionDescriptor
     query_len: int | None
@@ -270,15 +270,13 @@ class ModelRunner:
         self.new_blocks.zero(len(plan.blocks_to_zero))
         if plan.copies is not None:
             self.snapshots.restore(plan.copies)
-        found = self._dispatch(plan.rows)
-        self.counts.note(found.descriptor, found.num_tokens)
-        batch = target.buffers.load_rows(
-            plan.rows, found.descriptor.num_reqs, found.descriptor.num_tokens, found.query_len
-        )
+        found = self._dispatch(plan)
+        descriptor, last_rows, found.rows = found.descriptor, found.rows, plan.rows
+        self.counts.note(descriptor, found.num_tokens)
+        sizes = descriptor.num_reqs, descriptor.num_tokens, found.query_len
+        batch = target.buffers.load_rows(plan.rows, *sizes, same_as=last_rows)
         metadata = target.model_state.prepare_attn(batch)
-        return Step(
-            batch, found.descriptor, metadata, found.needs, plan.num_drafts, found.wants_scores
-        )
+        return Step(batch, descriptor, metadata, found.needs, plan.num_drafts, found.wants_scores)
 
     def forget_rows(self) -> None:
         """Drop edits of slot state that a failed step left staged; rows are copied again."""
@@ -286,11 +284,10 @@ class ModelRunner:
         self.target.buffers.forget_rows()
         self._dispatched = None
 
-    def _dispatch(self, rows: list[PlannedRow]) -> _Dispatched:
-        """An epoch stands for a request: equal keys mean equal rows."""
-        key = [(row.epoch, row.num_tokens, row.decodes) for row in rows]
-        if self._dispatched is not None and self._dispatched.key == key:
+    def _dispatch(self, plan: StepPlan) -> _Dispatched:
+        if self._dispatched is not None and plan.same_rows:
             return self._dispatched
+        rows = plan.rows
         needs = SamplingNeeds.of(row.rules for row in rows)
         shape = _shape(rows, needs)
         descriptor = self.lane.dispatch(shape)
@@ -300,7 +297,7 @@ class ModelRunner:
             query_len = shape.num_tokens // shape.num_reqs
         wants_scores = any(row.rules.params.wants_scores for row in rows)
         self._dispatched = _Dispatched(
-            key, needs, descriptor, query_len, wants_scores, shape.num_tokens
+            rows, needs, descriptor, query_len, wants_scores, shape.num_tokens
         )
         return self._dispatched
 

@@ -14,7 +14,7 @@ from stoop.graph.buffers import Buffer, Extent, Lifetime, field_buffers
 from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode
 from stoop.graph.dispatch import BatchShape, Dispatcher
 from stoop.graph.phases import AttentionState, HostCall, Phase
-from stoop.graph.plan import GraphLimits, plan_graphs
+from stoop.graph.plan import GraphLimits, max_mixed_size, plan_graphs
 from stoop.layers.stateful import ForwardContext
 from stoop.model_state.base import ModelState
 from stoop.models.base import Model
@@ -189,6 +189,7 @@ class TargetLane:
             query_lens=tuple(count + 1 for count in schedule.draft_counts),
             sizes=config.graph.capture_sizes,
             max_default=config.graph.max_capture_size,
+            max_mixed=_max_mixed(config, target.model),
             masked=config.graph.capture_structured,
         )
         mode, support = GraphMode(config.graph.mode), target.model_state.graph_support
@@ -214,3 +215,12 @@ class TargetLane:
 
     def context(self, metadata: Any) -> ForwardContext:
         return self.target.model_state.context(metadata)
+
+
+def _max_mixed(config: Config, model: Model) -> int:
+    if not config.graph.more_for_prompts:
+        return 0
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    return max_mixed_size(
+        config.model.num_layers, num_parameters, config.schedule.max_num_batched_tokens
+    )

@@ -110,3 +110,23 @@ def test_kernels_in_every_mode_equal_eager_under_the_sanitizer(method: str | Non
     assert [failure for case in cases for failure in case.failures] == []
     assert [case.mode for case in cases] == list(GRAPH_MODES[1:])
     assert all(case.num_used == case.num_graphs > 0 for case in cases)
+
+
+@pytest.mark.parametrize("name", [TINY, "tiny-qwen3.5"])
+def test_many_prompts_run_in_large_graphs_by_default(name: str) -> None:
+    """A small model's prompts of a whole step are one graph, and answer as they do without."""
+    prompts = [[(7 * i + 3 * j) % 97 for i in range(40 + j)] for j in range(60)]  # 4,170 tokens
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine: dict[str, Any] = {"device": "cuda", "max_num_seqs": 64, "max_num_batched_tokens": 6000}
+    engine |= {"skip_tokenizer_init": True, "kv_cache_memory": "64MiB", "dtype": "float32"}
+    answers, steps = [], []
+    with tiny_model(name, engine) as (folder, options):
+        options.pop("capture_sizes", None)
+        for mode in ("none", "full"):
+            llm = LLM(folder, **options, graph_mode=mode)
+            found = llm.generate(prompts, params)
+            answers.append([list(each.outputs[0].token_ids) for each in found])
+            steps.append(set(llm.metrics()["num_steps_by_mode"]))
+            assert llm.metrics()["num_steps"] <= 6
+    assert answers[0] == answers[1]
+    assert steps == [{"none"}, {"full"}]

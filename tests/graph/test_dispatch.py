@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stoop.core.sampling_kind import SamplingKind
 from stoop.graph.descriptor import BatchExecutionDescriptor, GraphMode, RunMode
 from stoop.graph.dispatch import BatchShape, Dispatcher, default_sizes
-from stoop.graph.plan import MANY_TOKENS, GraphLimits, plan_graphs
+from stoop.graph.plan import MANY_TOKENS, GraphLimits, max_mixed_size, plan_graphs
 from stoop.graph.support import GraphSupport
 
 N, P, F, S = RunMode.NONE, RunMode.PIECEWISE, RunMode.FULL, RunMode.STEP
@@ -147,8 +147,8 @@ def test_default_sizes(limit: int) -> None:
 
 
 LIMITS = st.builds(
-    lambda max_reqs, more, query_lens, sizes, largest: GraphLimits(
-        max_reqs, max_reqs * query_lens[-1] + more, query_lens, sizes, largest
+    lambda max_reqs, more, query_lens, sizes, largest, max_mixed: GraphLimits(
+        max_reqs, max_reqs * query_lens[-1] + more, query_lens, sizes, largest, max_mixed
     ),
     st.integers(1, 700),
     st.sampled_from([0, 1, 7, 500, 8192]),
@@ -156,6 +156,7 @@ LIMITS = st.builds(
     | st.sampled_from([(1, 2), (1, 2, 4), (1, 2, 3, 6), (1, 2, 3, 5, 9, 17)]),
     st.none() | st.lists(st.integers(1, 800), max_size=6).map(tuple),
     st.sampled_from([512, 512, 100, 2048]),
+    st.sampled_from([0, 0, 300, 4096]),
 )
 MODES = st.sampled_from(list(GraphMode))
 SUPPORTS = st.sampled_from(SUPPORT)
@@ -214,7 +215,7 @@ def test_every_decode_batch_finds_a_decode_graph(
                 most = 32 if few else max(64, reqs // 4)
                 assert found.num_reqs - reqs < most, "little padding"
                 assert found.sampling is (kind if decode_mode is S else None)
-            elif shape.num_tokens <= limits.max_default:
+            elif shape.num_tokens <= max(limits.max_default, limits.max_mixed):
                 assert found.mode is decode_mode
             assert found.num_tokens >= shape.num_tokens
 
@@ -251,7 +252,8 @@ def test_every_mixed_batch_up_to_the_largest_size_finds_its_graph(
     limits = replace(limits, sizes=None)
     dispatcher = Dispatcher(plan_graphs(mode, support, limits))
     wanted = mode.mixed_mode(support)
-    for tokens in range(1, min(limits.max_tokens, limits.max_default) + 1, 3):
+    largest = min(limits.max_tokens, max(limits.max_default, limits.max_mixed))
+    for tokens in range(1, largest + 1, 3):
         for reqs in {1, min(tokens, limits.max_reqs)}:
             found = dispatcher.dispatch(BatchShape(reqs, tokens, False, GREEDY))
             assert (found.mode, found.query_len, found.sampling) == (wanted, None, None)
@@ -301,6 +303,28 @@ def test_the_largest_default_size_bounds_both_kinds_of_batch() -> None:
         decode = [d.num_reqs for d in planned if d.query_len is not None]
         mixed = [d.num_tokens for d in planned if d.query_len is None]
         assert (decode, mixed) == (default_sizes(min(64, largest)), default_sizes(largest))
+
+
+def test_more_for_mixed_batches_leaves_decode_batches_alone() -> None:
+    limits = GraphLimits(64, 4096, (1, 8), None, max_default=128)
+    usual, more = (
+        plan_graphs(GraphMode.STEP, GraphSupport.ALWAYS, replace(limits, max_mixed=largest))
+        for largest in (0, 4096)
+    )
+    assert [d for d in more if d.query_len] == [d for d in usual if d.query_len]
+    assert [d.num_tokens for d in more if not d.query_len] == default_sizes(4096)
+
+
+def test_small_models_have_graphs_for_more_tokens() -> None:
+    """Where launching takes as long as running; no more than a step has."""
+    smollm2, llama_1b, llama_8b = (30, 134_515_008), (16, 1_235_814_400), (32, 8_030_261_248)
+    assert [max_mixed_size(*each, 8192) for each in (smollm2, llama_1b, llama_8b)] == [
+        8192,
+        2560,
+        768,
+    ]
+    assert max_mixed_size(*smollm2, 3000) == 3000
+    assert max_mixed_size(1, 10**12, 8192) == 1
 
 
 @pytest.mark.parametrize(

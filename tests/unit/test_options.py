@@ -400,6 +400,9 @@ def test_the_largest_size_has_vllms_names() -> None:
         assert (graph.capture_sizes, graph.max_capture_size) == (None, 64)
         assert resolved("cpu", **options).graph.mode == "none"
     assert resolved("cuda:0").graph.max_capture_size == 1024
+    assert resolved("cuda:0").graph.more_for_prompts
+    assert not resolved("cuda:0", max_cudagraph_capture_size=1024).graph.more_for_prompts
+    assert not resolved("cpu", graph_mode="step").graph.more_for_prompts
     assert resolved("cpu", graph_mode="step").graph.max_capture_size == 512
     assert resolved("cuda:0", max_cudagraph_capture_size=600).graph.max_capture_size == 600
     with pytest.raises(ConfigError, match="max_capture_size=0: use a whole number of at least 1"):
