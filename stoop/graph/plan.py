@@ -12,7 +12,7 @@ from stoop.graph.support import GraphSupport
 log = logging.getLogger(__name__)
 
 MANY_TOKENS = 512  # verified in one step
-GAP, WIDE_GAP = 32, 64  # between numbers of requests above 16, where the number of drafts varies
+GAP, WIDE_GAP = 16, 32  # between numbers of requests above 16, where the number of drafts varies
 
 # To launch a layer's kernels takes Python 0.5 to 1 ms, and an H200 does 400 TFLOP/s, two for each
 # parameter and token: up to this many tokens, times parameters a layer, Python takes longer.

@@ -31,6 +31,37 @@ def test_an_exempt_engine_is_passed_over_and_goes_with_its_owner(text_model: Pat
     assert runner() is None, "what the engine held is still there"
 
 
+def test_few_collections_while_an_exempt_engine_lives(text_model: Path) -> None:
+    """What steps make goes without any. One set of objects more than the usual limit is made."""
+    usual = gc.get_threshold()
+    llm = LLM(str(text_model), device="cpu")
+
+    def count_collections() -> int:
+        started = sum(each["collections"] for each in gc.get_stats())
+        kept = [[number] for number in range(usual[0] + 100)]
+        assert kept
+        return sum(each["collections"] for each in gc.get_stats()) - started
+
+    assert count_collections() > 0
+    exempt_from_collection(llm.engine)
+    exempt_from_collection(llm.engine)
+    assert count_collections() == 0
+    del llm
+    assert gc.get_threshold() == usual
+    assert count_collections() > 0
+
+
+def test_collection_that_is_off_stays_off(text_model: Path) -> None:
+    usual = gc.get_threshold()
+    llm = LLM(str(text_model), device="cpu")
+    try:
+        gc.set_threshold(0)
+        exempt_from_collection(llm.engine)
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*usual)
+
+
 def test_frozen_cycles_would_stay_without_their_owner(text_model: Path) -> None:
     """The mutant: nothing is unfrozen, and memory is never given back."""
     llm = LLM(str(text_model), device="cpu")
