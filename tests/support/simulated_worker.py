@@ -61,6 +61,11 @@ Place = tuple[int, int]  # block, and offset in it
 REJECTED = (-1, -1)  # what a rejected draft leaves: reading it is an error
 
 
+def _lasting(row: PlannedRow) -> tuple[object, ...]:
+    """What a device may keep of a row in the next step."""
+    return row.request_id, row.epoch, row.slot, row.num_tokens, row.decodes, row.rules
+
+
 class BookkeepingWorker:
     """A device: slot state as in `stoop.batch`, phases as in `stoop.ops`, texts in place of KV.
 
@@ -86,6 +91,7 @@ class BookkeepingWorker:
         self.states: SlotStates | None = None
         if world.num_snapshots:
             self.states = SlotStates(num_slots, world.query_len, self._computed)
+        self.last_rows: list[PlannedRow] = []
         self.luck = random.Random(0)
         self.num_dead_rows = 0
         self.num_without_place = 0  # drafts that the next step had no place for
@@ -94,6 +100,10 @@ class BookkeepingWorker:
         """Run a plan. no_writes: blocks that other requests may read; num_places: drafts that a
         decode has places for"""
         self.query_len = num_places + 1
+        last, self.last_rows = self.last_rows, plan.rows
+        assert plan.same_rows == (list(map(_lasting, last)) == list(map(_lasting, plan.rows))), (
+            "the plan is wrong about its rows"
+        )
         if self.states is not None:
             self.states.save_ended(plan.copies)
         self._stage(plan)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepP
 from stoop.scheduler import prefix_cache as prefix_cache_module
 from stoop.scheduler import scheduler as scheduler_module
 from stoop.scheduler.block_pool import BlockPool
-from stoop.scheduler.plan import PlanBuilder
+from stoop.scheduler.plan import PlanBuilder, RowWatch
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 from stoop.scheduler.scheduler import Scheduler
@@ -583,6 +583,24 @@ def the_device_does_not_know_of_found_blocks(finish_plan: Any) -> Any:
     return mutant
 
 
+def rows_known_by_their_requests(same: Any) -> Any:
+    """Whatever they compute: K changes, and a prompt's last token is taken for a decode."""
+
+    def mutant(self: RowWatch, rows: Sequence[PlannedRow]) -> bool:
+        last, self._key = self._key, [(row.epoch, 0, False) for row in rows]
+        return self._key == last
+
+    return mutant
+
+
+def rows_known_by_their_slots(same: Any) -> Any:
+    def mutant(self: RowWatch, rows: Sequence[PlannedRow]) -> bool:
+        last, self._key = self._key, [(row.slot, row.num_tokens, row.decodes) for row in rows]
+        return self._key == last
+
+    return mutant
+
+
 VARIED_MUTANTS = [
     (Request, "lose_drafter_kv", drafts_go_on_after_a_gap, "drafts from|goes on otherwise"),
     (Request, "lose_drafter_kv", a_gap_begins_one_later, "drafts from|goes on otherwise"),
@@ -597,6 +615,8 @@ VARIED_MUTANTS = [
         "goes on otherwise",
     ),
     (Scheduler, "_finish_plan", the_device_does_not_know_of_found_blocks, "drafts from"),
+    (RowWatch, "same", rows_known_by_their_requests, "wrong about its rows"),
+    (RowWatch, "same", rows_known_by_their_slots, "wrong about its rows"),
 ]
 
 
