@@ -14,9 +14,12 @@ log = logging.getLogger(__name__)
 MANY_TOKENS = 512  # verified in one step
 GAP, WIDE_GAP = 16, 32  # between numbers of requests above 16, where the number of drafts varies
 
-# To launch a layer's kernels takes Python 0.5 to 1 ms, and an H200 does 400 TFLOP/s, two for each
-# parameter and token: up to this many tokens, times parameters a layer, Python takes longer.
+# To launch a layer's kernels takes Python 0.5 to 1 ms, and an H200 does 400 TFLOP/s in bfloat16,
+# two for each parameter and token: up to this many tokens, times parameters a layer, Python takes
+# longer. float32 takes a GPU eight times as long.
 PARAMETERS_PER_LAUNCH = 2e11
+FLOAT32_FACTOR = 1 / 8
+MAX_MIXED = 8192  # tokens; launching more takes no longer, and few steps have them
 
 
 @dataclass(frozen=True)
@@ -26,17 +29,21 @@ class GraphLimits:
     query_lens: tuple[int, ...]  # query tokens of a request in decode batches, in rising order
     sizes: tuple[int, ...] | None  # from the user; None for the defaults
     max_default: int = CAPTURE_SIZE  # the largest of the defaults
-    max_mixed: int = 0  # the same for mixed batches, if that is more
+    max_mixed: int = 0  # the same for whole graphs of mixed batches, if that is more
     masked: bool = False  # whole steps with masks of the host are captured, too
 
 
-def max_mixed_size(num_layers: int, num_parameters: int, max_tokens: int) -> int:
+def max_mixed_size(
+    num_layers: int, num_parameters: int, max_tokens: int, *, half: bool = True
+) -> int:
     """The most tokens of a mixed batch that Python takes longer to launch than a GPU to run.
 
-    Larger batches gain nothing from a graph, and would be padded.
+    Larger batches gain nothing from a graph, and would be padded. half: whether the dtype has 16
+    bits
     """
-    most = PARAMETERS_PER_LAUNCH * num_layers / num_parameters
-    return max(size for size in default_sizes(max_tokens) if size <= max(most, 1))
+    most = PARAMETERS_PER_LAUNCH * num_layers / num_parameters * (1 if half else FLOAT32_FACTOR)
+    sizes = default_sizes(min(max_tokens, MAX_MIXED))
+    return max(size for size in sizes if size <= max(most, 1))
 
 
 def plan_graphs(
@@ -78,17 +85,19 @@ def _decode_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecuti
 
 
 def _mixed_descriptors(mode: RunMode, limits: GraphLimits) -> list[BatchExecutionDescriptor]:
+    # Pieces hold what they hand to each other: large ones would add up to gigabytes.
+    more = limits.max_mixed if mode is RunMode.FULL else 0
     return [
         BatchExecutionDescriptor(
             mode, tokens, min(tokens, limits.max_reqs) if mode is RunMode.FULL else None
         )
-        for tokens in _sizes(limits, limits.max_tokens, limits.max_mixed)
+        for tokens in _sizes(limits, limits.max_tokens, more)
     ]
 
 
 def _decode_sizes(limits: GraphLimits, query_len: int) -> list[int]:
-    """Numbers of requests. Where the number of drafts varies, no more tokens are verified than
-    mixed batches have: more take a GPU as many times as long as they are."""
+    """Numbers of requests. Where the number of drafts varies, few tokens are verified: more take a
+    GPU as many times as long as they are."""
     most = min(limits.max_reqs, limits.max_tokens // query_len)
     found = _sizes(limits, most)
     if len(limits.query_lens) == 1 or query_len == 1 or limits.sizes is not None:

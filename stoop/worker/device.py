@@ -99,8 +99,15 @@ def exempt_from_collection(owner: object) -> None:
     usual, *others = gc.get_threshold()
     if 0 < usual < NEW_OBJECTS:  # 0: the user has turned collection off
         gc.set_threshold(NEW_OBJECTS, *others)
-        weakref.finalize(owner, gc.set_threshold, usual, *others).atexit = False
+        weakref.finalize(owner, _restore_threshold, usual).atexit = False
     weakref.finalize(owner, gc.unfreeze).atexit = False
+
+
+def _restore_threshold(usual: int) -> None:
+    """Unless somebody has set another one since."""
+    now, *others = gc.get_threshold()
+    if now == NEW_OBJECTS:
+        gc.set_threshold(usual, *others)
 
 
 def _guard_half_precision() -> None:

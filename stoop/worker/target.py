@@ -221,6 +221,5 @@ def _max_mixed(config: Config, model: Model) -> int:
     if not config.graph.more_for_prompts:
         return 0
     num_parameters = sum(weight.numel() for weight in model.parameters())
-    return max_mixed_size(
-        config.model.num_layers, num_parameters, config.schedule.max_num_batched_tokens
-    )
+    max_tokens, half = config.schedule.max_num_batched_tokens, model.dtype.itemsize == 2
+    return max_mixed_size(config.model.num_layers, num_parameters, max_tokens, half=half)

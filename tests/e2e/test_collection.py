@@ -9,7 +9,7 @@ import pytest
 
 from stoop import LLM
 from stoop.engine import engine
-from stoop.worker.device import exempt_from_collection
+from stoop.worker.device import NEW_OBJECTS, exempt_from_collection
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +51,33 @@ def test_few_collections_while_an_exempt_engine_lives(text_model: Path) -> None:
     assert count_collections() > 0
 
 
-def test_collection_that_is_off_stays_off(text_model: Path) -> None:
+def test_the_users_own_threshold_stays(text_model: Path) -> None:
+    """Collection that is off stays off, whether before the engine or since."""
     usual = gc.get_threshold()
-    llm = LLM(str(text_model), device="cpu")
     try:
-        gc.set_threshold(0)
-        exempt_from_collection(llm.engine)
-        assert gc.get_threshold()[0] == 0
+        for before, later in ((0, 0), (700, 0), (700, 50_000), (50_000, 50_000)):
+            gc.set_threshold(before, 7, 5)
+            llm = LLM(str(text_model), device="cpu")
+            exempt_from_collection(llm.engine)
+            assert gc.get_threshold() == (NEW_OBJECTS if before == 700 else before, 7, 5)
+            gc.set_threshold(later, 7, 5)
+            del llm
+            assert gc.get_threshold() == (later, 7, 5)
     finally:
         gc.set_threshold(*usual)
+
+
+def test_the_first_of_two_engines_to_end_restores_the_threshold(text_model: Path) -> None:
+    usual = gc.get_threshold()
+    for first in (0, 1):
+        llms = [LLM(str(text_model), device="cpu") for _ in range(2)]
+        for llm in llms:
+            exempt_from_collection(llm.engine)
+        assert gc.get_threshold()[0] == NEW_OBJECTS
+        del llm
+        llms.pop(first)
+        llms.pop()
+        assert gc.get_threshold() == usual
 
 
 def test_frozen_cycles_would_stay_without_their_owner(text_model: Path) -> None:

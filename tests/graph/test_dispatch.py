@@ -215,7 +215,7 @@ def test_every_decode_batch_finds_a_decode_graph(
                 most = 16 if few and reqs <= 128 else max(32, reqs // 4)
                 assert found.num_reqs - reqs < most, "little padding"
                 assert found.sampling is (kind if decode_mode is S else None)
-            elif shape.num_tokens <= max(limits.max_default, limits.max_mixed):
+            elif shape.num_tokens <= limits.max_default:
                 assert found.mode is decode_mode
             assert found.num_tokens >= shape.num_tokens
 
@@ -254,7 +254,8 @@ def test_every_mixed_batch_up_to_the_largest_size_finds_its_graph(
     limits = replace(limits, sizes=None)
     dispatcher = Dispatcher(plan_graphs(mode, support, limits))
     wanted = mode.mixed_mode(support)
-    largest = min(limits.max_tokens, max(limits.max_default, limits.max_mixed))
+    more = limits.max_mixed if wanted is F else 0
+    largest = min(limits.max_tokens, max(limits.max_default, more))
     for tokens in range(1, largest + 1, 3):
         for reqs in {1, min(tokens, limits.max_reqs)}:
             found = dispatcher.dispatch(BatchShape(reqs, tokens, False, GREEDY))
@@ -317,6 +318,18 @@ def test_more_for_mixed_batches_leaves_decode_batches_alone() -> None:
     assert [d.num_tokens for d in more if not d.query_len] == default_sizes(4096)
 
 
+@pytest.mark.parametrize("mode", list(GraphMode))
+def test_pieces_are_never_large(mode: GraphMode) -> None:
+    """Each holds its own tensors: those of 8,192 tokens and fewer would take gigabytes."""
+    limits = GraphLimits(64, 8192, (1,), None, max_default=1024, max_mixed=8192)
+    for support in SUPPORT:
+        plan = plan_graphs(mode, support, limits)
+        sizes = {each: {d.num_tokens for d in plan if d.mode is each} for each in (P, F)}
+        assert max(sizes[P], default=0) <= 1024
+        if mode.mixed_mode(support) is F:
+            assert max(sizes[F]) == 8192
+
+
 def test_small_models_have_graphs_for_more_tokens() -> None:
     """Where launching takes as long as running; no more than a step has."""
     smollm2, llama_1b, llama_8b = (30, 134_515_008), (16, 1_235_814_400), (32, 8_030_261_248)
@@ -325,7 +338,9 @@ def test_small_models_have_graphs_for_more_tokens() -> None:
         2560,
         768,
     ]
+    assert max_mixed_size(*smollm2, 8192, half=False) == 5120
     assert max_mixed_size(*smollm2, 3000) == 3000
+    assert max_mixed_size(*smollm2, 65536) == 8192
     assert max_mixed_size(1, 10**12, 8192) == 1
 
 

@@ -180,6 +180,7 @@ class Simulation:
         """Whether there was something to do before the next result is known."""
         self._choose_drafts()
         before, pending = self._snapshot(), bool(self.in_flight)
+        not_made = self.scheduler.stats.num_drafts_not_made
         plan = self.scheduler.schedule(results_pending=pending)
         preempted = self.scheduler.stats.num_preemptions > before["preemptions"]
         assert not (pending and preempted), "preempted while results are in flight"
@@ -189,6 +190,9 @@ class Simulation:
             return False
         self.num_steps += 1
         self._check_plan(plan, before)
+        asked = [row.rules.num_drafts for row in plan.rows if row.decodes]
+        not_made += sum(max(each - self.scheduler.num_drafts, 0) for each in asked)
+        assert self.scheduler.stats.num_drafts_not_made == not_made, "other drafts are not made"
         self._check_books()
         num_places = self.scheduler.num_places
         self.in_flight.append(self.worker.execute(plan, self._shared_blocks(), num_places))

@@ -13,7 +13,7 @@ from stoop.core.step import Admission, BlockAppend, PlannedRow, RowResult, StepP
 from stoop.scheduler import prefix_cache as prefix_cache_module
 from stoop.scheduler import scheduler as scheduler_module
 from stoop.scheduler.block_pool import BlockPool
-from stoop.scheduler.plan import PlanBuilder, RowWatch
+from stoop.scheduler.plan import PlanBuilder, RowWatch, SchedulerStats
 from stoop.scheduler.prefix_cache import PrefixCache
 from stoop.scheduler.queue import RequestQueue
 from stoop.scheduler.scheduler import Scheduler
@@ -601,6 +601,15 @@ def rows_known_by_their_slots(same: Any) -> Any:
     return mutant
 
 
+def drafts_counted_as_in_the_step_before(add_step: Any) -> Any:
+    def mutant(self: SchedulerStats, rows: Any, same: bool, num_drafts: int, most: int) -> None:
+        if same:
+            self._last = num_drafts, self._last[1]
+        add_step(self, rows, same, num_drafts, most)
+
+    return mutant
+
+
 VARIED_MUTANTS = [
     (Request, "lose_drafter_kv", drafts_go_on_after_a_gap, "drafts from|goes on otherwise"),
     (Request, "lose_drafter_kv", a_gap_begins_one_later, "drafts from|goes on otherwise"),
@@ -617,6 +626,12 @@ VARIED_MUTANTS = [
     (Scheduler, "_finish_plan", the_device_does_not_know_of_found_blocks, "drafts from"),
     (RowWatch, "same", rows_known_by_their_requests, "wrong about its rows"),
     (RowWatch, "same", rows_known_by_their_slots, "wrong about its rows"),
+    (
+        SchedulerStats,
+        "add_step",
+        drafts_counted_as_in_the_step_before,
+        "other drafts are not made",
+    ),
 ]
 
 
