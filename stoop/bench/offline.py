@@ -142,8 +142,9 @@ def run(llm: LLM, load: Load) -> RunResult:
     return RunResult(load, seconds, list(requests.values()), DecodeSteps.of(last.values()))
 
 
-def random_prompts(llm: LLM, load: Load) -> list[list[int]]:
-    source = random.Random(time.perf_counter_ns())
+def random_prompts(llm: LLM, load: Load, seed: int | None = None) -> list[list[int]]:
+    """Without a seed, others each time."""
+    source = random.Random(time.perf_counter_ns() if seed is None else seed)
     vocab_size = llm.config.model.vocab_size
     return [
         [source.randrange(vocab_size) for _ in range(load.input_len)]

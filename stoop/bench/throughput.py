@@ -63,9 +63,10 @@ class Traffic:
         whole, rest = divmod(self.count(load), load)
         return [load] * whole + [rest] * (rest > 0)
 
-    def prompts(self, llm: LLM, count: int) -> list[list[int]]:
+    def prompts(self, llm: LLM, count: int, seed: int) -> list[list[int]]:
+        """seed: of random prompts, which decide how many drafts are accepted"""
         if not self.questions:
-            return random_prompts(llm, Load(count, self.input_len, self.output_len))
+            return random_prompts(llm, Load(count, self.input_len, self.output_len), seed)
         if count < len(self.questions):  # files sort by category
             return spread(self.questions, count)
         return list(itertools.islice(itertools.cycle(self.questions), count))
@@ -218,10 +219,11 @@ def _measure(llms: Mapping[Drafts, LLM], traffic: Traffic, load: int, repeat: in
     warm = params.replace(max_tokens=min(WARM_TOKENS, traffic.output_len))
     runs: dict[Drafts, list[LoadRun]] = {each: [] for each in llms}
     for llm in llms.values():
-        _run(llm, traffic.prompts(llm, load), warm, load, in_groups)
-    for _ in range(repeat):
+        _run(llm, traffic.prompts(llm, load, seed=0), warm, load, in_groups)
+    for number in range(1, repeat + 1):
         for each, llm in llms.items():
-            runs[each].append(_run(llm, traffic.prompts(llm, count), params, load, in_groups))
+            prompts = traffic.prompts(llm, count, seed=number)
+            runs[each].append(_run(llm, prompts, params, load, in_groups))
     return [
         LoadRow(load, each, count, runs[each], llm.config.schedule.adaptive)
         for each, llm in llms.items()

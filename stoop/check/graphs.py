@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stoop.config.backends import serving_backends
+from stoop.config.resolve import make_options
 from stoop.config.schema import DeviceConfig, EngineOptions
 from stoop.config.speculation import AUTO, MAX_DRAFTS, fixed_drafts, parse_speculation
 from stoop.core.report import Report
@@ -172,8 +173,9 @@ def run_checks(
     report: Report,
 ) -> Iterator[Case]:
     """Yield cases one after another, each with a new engine. backends: None means all usable"""
-    where, asked = find_device(engine.get("device", "auto")), engine.get("speculative_config")
-    asked = expand_auto(asked, folder, where)
+    given, asked = {name: value for name, value in engine.items() if value is not None}, None
+    if "speculative_config" in given:
+        asked = expand_auto(make_options(folder, given), find_device(given.get("device", "auto")))
     engine = {**engine, "speculative_config": fixed_drafts(asked)}
     options = {
         "max_model_len": MAX_LEN,

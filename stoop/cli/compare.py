@@ -9,6 +9,7 @@ import typer
 from stoop.cli.options import Model, check_engine, text_engine_flags
 from stoop.cli.progress import StageProgress
 from stoop.config.errors import ConfigError
+from stoop.config.resolve import make_options
 from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import asks_for_auto, parse_speculation
 
@@ -53,7 +54,7 @@ def compare(
     from stoop.engine.choose_drafter import expand_auto
     from stoop.worker.device import find_device
 
-    drafter = expand_auto(engine["speculative_config"], model, find_device(engine["device"]))
+    drafter = expand_auto(make_options(model, engine), find_device(engine["device"]))
     if parse_speculation(drafter) is None:
         raise ConfigError(NO_DRAFTER)
     engine = {**engine, "speculative_config": drafter}

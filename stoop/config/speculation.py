@@ -80,6 +80,8 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> SpecOptions | No
             if given in methods():
                 example = f'{{"method": "{given}", "num_speculative_tokens": 3}}'
                 raise _refuse(f"is {given}: write it as {example}") from None
+            if str(given).isalnum():
+                raise _refuse(f"is {given}: use auto, none, or JSON such as {EXAMPLE}") from None
             raise _refuse(f"is not JSON ({error}): write it as {EXAMPLE}") from None
     if not isinstance(given, Mapping):
         raise _refuse(f"is {shown(given)}: write an object such as {EXAMPLE}")
@@ -158,7 +160,8 @@ def _check(options: SpecOptions) -> None:
         ("rejection_sample_method", ("standard", "synthetic")),
     ):
         if getattr(options, name) not in choices:
-            allowed = " or ".join(str(choice) for choice in choices if choice)
+            *others, last = (str(choice) for choice in choices if choice)
+            allowed = f"{', '.join(others)} or {last}"
             raise _refuse(f"has {name}={shown(getattr(options, name))}: use {allowed}")
     for name in ("model", "revision", "draft_vocab"):
         if not isinstance(getattr(options, name), str | None):
@@ -303,6 +306,8 @@ def _is_number(value: object) -> bool:
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        other = ", or auto" if name == "num_speculative_tokens" else ""
+        other = ""
+        if name == "num_speculative_tokens":
+            other = ", or auto; for no drafts at all, set speculative_config to none"
         raise _refuse(f"has {name}={shown(value)}: use a whole number from {low} to {high}{other}")
     return value

@@ -28,6 +28,7 @@ from stoop.config.speculation import (
     settle_speculation,
 )
 from stoop.core.report import Report
+from stoop.engine.choose_weights import choose_packed
 from stoop.engine.draft_costs import CostStore, DraftCosts
 from stoop.models.draft_vocab import cut_vocabulary
 from stoop.models.head_config import read_head_spec
@@ -53,11 +54,13 @@ class DrafterChoice:
     usual_tokens: Sequence[float] = ()  # tokens per step with 1, 2 ... drafts
 
 
-def expand_auto(given: Any, model: str, device: str) -> Any:
-    """Replace "auto" by the model's head, whether it pays or not; None if there is no head."""
-    if not asks_for_auto(given):
-        return given
-    target = resolve_model(model)
+def expand_auto(options: EngineOptions, device: str) -> Any:
+    """The options' speculative_config, "auto" replaced by the model's head, whether it pays or not;
+    None if there is no head."""
+    if not asks_for_auto(options.speculative_config):
+        return options.speculative_config
+    packed = choose_packed(options, device, None)
+    target = resolve_model(options.model, revision=options.revision, packed=packed)
     folder = shipped_head(target)
     if folder is not None:
         num_drafts = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
@@ -80,7 +83,7 @@ def choose_drafter(
         asked = parse_speculation(options.speculative_config)
         usual: Sequence[float] = ()
         if asked is not None and asked.model is None and needs_head(asked):
-            asked = _with_own_head(asked, model, target, options.load_format == "dummy")
+            asked = _with_own_head(asked, model, target, device, options.load_format == "dummy")
             usual = acceptance_lengths(Path(asked.model)) if asked.model else ()
         if asked is None:
             return DrafterChoice(None)
@@ -129,13 +132,18 @@ def _choose_mtp(
     return DrafterChoice(spec, "the model's own head")
 
 
-def _with_own_head(asked: SpecOptions, model: ModelSpec, target: Path, dummy: bool) -> SpecOptions:
+def _with_own_head(
+    asked: SpecOptions, model: ModelSpec, target: Path, device: str, dummy: bool
+) -> SpecOptions:
     """The options with the head that comes with the model."""
     if asked.method == "mtp":
         return asked
     folder = shipped_head(target)
     if folder is not None:
-        return replace(asked, model=str(folder))
+        number = asked.num_speculative_tokens
+        if number is None:
+            number = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
+        return replace(asked, model=str(folder), num_speculative_tokens=number)
     if asked.method is None and has_mtp_head(target, model, dummy):
         return replace(asked, method="mtp")
     raise ConfigError(

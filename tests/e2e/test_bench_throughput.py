@@ -118,10 +118,19 @@ def test_a_part_of_the_questions_is_spread_over_the_file() -> None:
     questions = [[number] for number in range(80)]
     traffic = Traffic((1,), 8, 8, questions=questions)
     llm: Any = None
-    assert traffic.prompts(llm, 4) == [[0], [20], [40], [60]]
-    assert traffic.prompts(llm, 32) == [[place * 80 // 32] for place in range(32)]
-    assert traffic.prompts(llm, 80) == questions
-    assert traffic.prompts(llm, 82) == [*questions, [0], [1]]
+    assert traffic.prompts(llm, 4, seed=1) == [[0], [20], [40], [60]]
+    assert traffic.prompts(llm, 32, seed=1) == [[place * 80 // 32] for place in range(32)]
+    assert traffic.prompts(llm, 80, seed=1) == questions
+    assert traffic.prompts(llm, 82, seed=1) == [*questions, [0], [1]]
+
+
+def test_random_prompts_are_the_same_for_every_number_of_drafts() -> None:
+    """A head's drafts depend on the text: others would be compared. Each repeat has its own."""
+    config = SimpleNamespace(model=SimpleNamespace(vocab_size=1000))
+    llm: Any = SimpleNamespace(config=config)
+    traffic = Traffic((2,), 8, 8)
+    first = traffic.prompts(llm, 2, seed=1)
+    assert traffic.prompts(llm, 2, seed=1) == first != traffic.prompts(llm, 2, seed=2)
 
 
 def row(
@@ -219,7 +228,7 @@ def test_engines_take_turns_if_they_fit(
         alive.add(llm := FakeLLM(drafts, order, place))
         return llm
 
-    monkeypatch.setattr(Traffic, "prompts", lambda self, llm, count: [[1]] * count)
+    monkeypatch.setattr(Traffic, "prompts", lambda self, llm, count, seed: [[1]] * count)
     traffic = Traffic((2,), 8, 8, num_requests=2)
     report = measure_loads(start, traffic, [0, 3, "auto"], 2, told.append)
     assert [row.drafts for row in report.rows] == [0, 3, "auto"]
@@ -454,7 +463,7 @@ def test_a_peer_that_is_not_installed_is_left_out(
         (["--peer", "vllm"], "add --shape with one of"),
         (["--shape", "tiny", "--python", "x"], "--python is for --peer vllm"),
         (["--k", "3", "-sc", "none"], "needs a drafter"),
-        (["--head", "mtp"], "are for --shape: set a drafter with -sc"),
+        (["--head", "mtp"], "are for --shape: set a model's drafter with -sc"),
         (["--shape", "tiny", "--head", "medusa"], "--head medusa: use eagle3 or mtp"),
         (["--shape", "tiny", "--head", "mtp", "--peer", "vllm"], "leave out --head"),
         (["--shape", "tiny", "--draft-vocab-size", "64"], "use --head mtp"),

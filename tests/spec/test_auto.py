@@ -338,6 +338,9 @@ def test_options_without_a_model_are_those_of_the_shipped_head(target: str, tmp_
         assert config.spec is not None and config.draft_note == ""
         assert config.spec.folder == str(shipped.SHIPPED[target])
         assert (config.spec.method, config.spec.num_drafts) == ("eagle3", 2)
+    for own in ({"method": "eagle3"}, {"method": "eagle3", "adaptive": False}):
+        spec = LLM(target, speculative_config=own, **SETTINGS).config.spec
+        assert spec is not None and spec.num_drafts == chooser.CPU_DRAFTS, "as auto has it"
     varied = {**given, "adaptive": True}
     policy = LLM(
         target, speculative_config=varied, graph_mode="full", **SETTINGS
@@ -351,16 +354,34 @@ def test_options_without_a_model_are_those_of_the_shipped_head(target: str, tmp_
         LLM(other, speculative_config={"method": "eagle3", "num_speculative_tokens": 2}, **SETTINGS)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_auto_is_found_in_the_weights_that_the_engine_loads(
+    target: str, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """Otherwise a model would be converted twice, or downloaded at another revision."""
+    asked: list[Any] = []
+
+    def resolve(name: str, **options: Any) -> Path:
+        asked.append((name, options))
+        return Path(target)
+
+    monkeypatch.setattr(chooser, "choose_packed", lambda *_: packed)
+    monkeypatch.setattr(chooser, "resolve_model", resolve)
+    assert expand_auto(make_options("org/model", {"revision": "v2"}), "cpu") is not None
+    assert asked == [("org/model", {"revision": "v2", "packed": packed})]
+
+
 def test_auto_in_words(target: str, tmp_path: Path) -> None:
     head = str(shipped.SHIPPED[target])
-    assert expand_auto("auto", target, "cuda:0") == {
+    assert expand_auto(make_options(target, {}), "cuda:0") == {
         "model": head,
         "num_speculative_tokens": chooser.GPU_DRAFTS,
     }
     other = str(write_target(tmp_path / "other", num_layers=4))
-    assert expand_auto(" Auto ", other, "cpu") is None
+    assert expand_auto(make_options(other, {"speculative_config": " Auto "}), "cpu") is None
     for given in (None, "none", {"method": "ngram"}):
-        assert expand_auto(given, target, "cpu") == given
+        options = make_options(target, {"speculative_config": given})
+        assert expand_auto(options, "cpu") == given
 
 
 def test_named_heads_vary_their_drafts_if_asked_to(

@@ -169,7 +169,7 @@ def test_it_is_unknown_until_it_is_registered(
     repeat: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speculation, "_headless", ["ngram"])
-    with pytest.raises(ConfigError, match="has method='repeat': use eagle or eagle3 or mtp or"):
+    with pytest.raises(ConfigError, match="has method='repeat': use eagle, eagle3, mtp or"):
         make_spec_llm(repeat, K)
 
 

@@ -65,6 +65,12 @@ def test_text_that_is_no_json_is_refused_with_an_example(given: str) -> None:
     assert '"num_speculative_tokens"' in str(refusal.value)
 
 
+@pytest.mark.parametrize("given", ["off", "on", "eagle9"])
+def test_another_word_is_refused_with_the_words_that_there_are(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"^speculative_config is {given}: use auto, none, or "):
+        parse_speculation(given)
+
+
 def test_a_bare_method_is_refused_with_what_to_write() -> None:
     for method in ("ngram", "mtp"):
         with pytest.raises(ConfigError, match=f"is {method}: write it as ") as refusal:

@@ -14,13 +14,14 @@ from stoop.config.errors import ConfigError
 OutputLen = Annotated[int, typer.Option("--output-len", min=2, help="answer tokens per request")]
 
 
-def parse_sizes(text: str) -> list[int]:
+def parse_sizes(text: str, flag: str = "") -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise ConfigError(f"{text!r}: use numbers of at least 1 separated by commas, such as 1,8")
+        named = f"{flag} has {text!r}" if flag else repr(text)
+        raise ConfigError(f"{named}: use numbers of at least 1 separated by commas, such as 1,8")
     return sizes
 
 

@@ -99,7 +99,7 @@ def cpu(
     that does not help; ratios to llama.cpp leave it out. The exit code is 1 if drafts change an
     answer.
     """
-    sizes = parse_sizes(concurrency) if concurrency else []
+    sizes = parse_sizes(concurrency, "--concurrency") if concurrency else []
     check_file("--out", out)
     _check_model(model, gguf)
     names, asked = _choose_peers(peers, llama_python)

@@ -11,7 +11,7 @@ from stoop.cli.options import Command, Model, check_engine, choose_names, engine
 from stoop.cli.progress import StageProgress
 from stoop.cli.start import start_llm
 from stoop.config.errors import ConfigError
-from stoop.config.resolve import GRAPH_MODES, default_graph_mode
+from stoop.config.resolve import GRAPH_MODES, default_graph_mode, make_options
 from stoop.config.schema import DEFAULT_MODEL
 from stoop.config.speculation import AUTO, MAX_DRAFTS, fixed_drafts, parse_speculation
 
@@ -150,7 +150,7 @@ def find_drafter(engine: dict[str, Any], model: str) -> dict[str, Any] | None:
     from stoop.worker.device import find_device
 
     device = find_device(engine["device"])
-    given = parse_speculation(expand_auto(engine["speculative_config"], model, device))
+    given = parse_speculation(expand_auto(make_options(model, engine), device))
     if given is None:
         return None
     return {name: value for name, value in asdict(given).items() if value is not None}

@@ -76,7 +76,7 @@ class LoadOptions:
             return [replace(base, rate=rate) for rate in parse_rates(self.rate)]
         if self.burstiness != 1.0:
             raise ConfigError("--burstiness needs --rate: a closed loop has no random arrivals")
-        clients = parse_sizes(self.concurrency or str(DEFAULT_CLIENTS))
+        clients = parse_sizes(self.concurrency or str(DEFAULT_CLIENTS), "--concurrency")
         return [replace(base, concurrency=count) for count in clients]
 
 

@@ -43,7 +43,7 @@ def latency(
     engine: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """Measure time to first token, time between tokens and tokens/s for fixed batch sizes."""
-    sizes, lengths = parse_sizes(batch_size), parse_sizes(input_len)
+    sizes, lengths = parse_sizes(batch_size, "--batch-size"), parse_sizes(input_len, "--input-len")
     if peer not in (None, "transformers"):
         raise ConfigError(f"--peer {peer}: use transformers, the only choice")
     if peer and importlib.util.find_spec(peer) is None:

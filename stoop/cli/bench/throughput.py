@@ -172,7 +172,7 @@ def _make_traffic(
     token ids"""
     from stoop.bench.throughput import Traffic
 
-    loads = tuple(dict.fromkeys(parse_sizes(load)))
+    loads = tuple(dict.fromkeys(parse_sizes(load, "--load")))
     for flag, limit in limits.items():
         if limit is not None and limit < max(loads):
             raise ConfigError(
@@ -203,7 +203,10 @@ def _check_together(
     if raw and not questions:
         raise ConfigError("--raw is for --questions: add a file")
     if wants_head and not shape:
-        raise ConfigError("--head and --draft-vocab-size are for --shape: set a drafter with -sc")
+        raise ConfigError(
+            "--head and --draft-vocab-size are for --shape: set a model's drafter with -sc, which "
+            "also takes draft_vocab_size"
+        )
 
 
 def _check_named(
