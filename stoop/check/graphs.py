@@ -175,7 +175,8 @@ def run_checks(
     """Yield cases one after another, each with a new engine. backends: None means all usable"""
     given, asked = {name: value for name, value in engine.items() if value is not None}, None
     if "speculative_config" in given:
-        asked = expand_auto(make_options(folder, given), find_device(given.get("device", "auto")))
+        where = find_device(given.get("device", "auto"))
+        asked = expand_auto(make_options(folder, given), where, report)
     engine = {**engine, "speculative_config": fixed_drafts(asked)}
     options = {
         "max_model_len": MAX_LEN,

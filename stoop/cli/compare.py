@@ -54,11 +54,11 @@ def compare(
     from stoop.engine.choose_drafter import expand_auto
     from stoop.worker.device import find_device
 
-    drafter = expand_auto(make_options(model, engine), find_device(engine["device"]))
-    if parse_speculation(drafter) is None:
-        raise ConfigError(NO_DRAFTER)
-    engine = {**engine, "speculative_config": drafter}
     with StageProgress() as report:
+        drafter = expand_auto(make_options(model, engine), find_device(engine["device"]), report)
+        if parse_speculation(drafter) is None:
+            raise ConfigError(NO_DRAFTER)
+        engine = {**engine, "speculative_config": drafter}
         found = check_answers(model, engine, asked, max_tokens, report)
     print(f"{found.num_equal} of {found.num_answers} answers equal, {found.num_tokens} tokens")
     print(f"noise in the lead of the best token over the second best: {found.noise:.2g}")

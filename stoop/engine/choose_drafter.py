@@ -54,13 +54,13 @@ class DrafterChoice:
     usual_tokens: Sequence[float] = ()  # tokens per step with 1, 2 ... drafts
 
 
-def expand_auto(options: EngineOptions, device: str) -> Any:
+def expand_auto(options: EngineOptions, device: str, report: Report | None) -> Any:
     """The options' speculative_config, "auto" replaced by the model's head, whether it pays or not;
     None if there is no head."""
     if not asks_for_auto(options.speculative_config):
         return options.speculative_config
-    packed = choose_packed(options, device, None)
-    target = resolve_model(options.model, revision=options.revision, packed=packed)
+    packed = choose_packed(options, device, report)
+    target = resolve_model(options.model, revision=options.revision, report=report, packed=packed)
     folder = shipped_head(target)
     if folder is not None:
         num_drafts = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS

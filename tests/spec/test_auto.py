@@ -367,21 +367,21 @@ def test_auto_is_found_in_the_weights_that_the_engine_loads(
 
     monkeypatch.setattr(chooser, "choose_packed", lambda *_: packed)
     monkeypatch.setattr(chooser, "resolve_model", resolve)
-    assert expand_auto(make_options("org/model", {"revision": "v2"}), "cpu") is not None
-    assert asked == [("org/model", {"revision": "v2", "packed": packed})]
+    assert expand_auto(make_options("org/model", {"revision": "v2"}), "cpu", None) is not None
+    assert asked == [("org/model", {"revision": "v2", "report": None, "packed": packed})]
 
 
 def test_auto_in_words(target: str, tmp_path: Path) -> None:
     head = str(shipped.SHIPPED[target])
-    assert expand_auto(make_options(target, {}), "cuda:0") == {
+    assert expand_auto(make_options(target, {}), "cuda:0", None) == {
         "model": head,
         "num_speculative_tokens": chooser.GPU_DRAFTS,
     }
     other = str(write_target(tmp_path / "other", num_layers=4))
-    assert expand_auto(make_options(other, {"speculative_config": " Auto "}), "cpu") is None
+    assert expand_auto(make_options(other, {"speculative_config": " Auto "}), "cpu", None) is None
     for given in (None, "none", {"method": "ngram"}):
         options = make_options(target, {"speculative_config": given})
-        assert expand_auto(options, "cpu") == given
+        assert expand_auto(options, "cpu", None) == given
 
 
 def test_named_heads_vary_their_drafts_if_asked_to(

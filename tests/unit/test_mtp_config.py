@@ -80,7 +80,7 @@ def test_auto_takes_it_on_a_gpu_and_names_it_on_a_cpu(whole: Path) -> None:
     assert found.spec is None and '-sc \'{"method": "mtp"}\'' in found.note
     assert choose(whole, "cuda:0", load_format="dummy").spec is None
     expanded = {"method": "mtp", "num_speculative_tokens": MTP_DRAFTS}
-    assert expand_auto(make_options(str(whole), {}), "cpu") == expanded
+    assert expand_auto(make_options(str(whole), {}), "cpu", None) == expanded
 
 
 def test_a_number_alone_is_that_of_the_models_own_head(whole: Path) -> None:
@@ -97,7 +97,7 @@ def test_auto_passes_over_heads_that_cannot_draft(
         changed(lambda tensors: tensors.pop("mtp.norm.weight")),
     ):
         assert choose(folder, "cuda:0").spec is None
-        assert expand_auto(make_options(str(folder), {}), "cuda:0") is None
+        assert expand_auto(make_options(str(folder), {}), "cuda:0", None) is None
 
 
 def test_auto_says_why_a_head_of_several_layers_is_not_used(changed: Callable[..., Path]) -> None:
@@ -112,7 +112,7 @@ def test_auto_says_why_a_head_of_several_layers_is_not_used(changed: Callable[..
     for device in ("cuda:0", "cpu"):
         found = choose(folder, device)
         assert (found.spec, found.note) == (None, note)
-    assert expand_auto(make_options(str(folder), {}), "cuda:0") is None
+    assert expand_auto(make_options(str(folder), {}), "cuda:0", None) is None
     llm = make_llm(folder, speculative_config="auto", **SETTINGS)
     assert llm.config.draft_note == note
     assert generate_ids(llm, PROMPTS, GREEDY)

@@ -150,7 +150,8 @@ def find_drafter(engine: dict[str, Any], model: str) -> dict[str, Any] | None:
     from stoop.worker.device import find_device
 
     device = find_device(engine["device"])
-    given = parse_speculation(expand_auto(make_options(model, engine), device))
+    with StageProgress() as report:
+        given = parse_speculation(expand_auto(make_options(model, engine), device, report))
     if given is None:
         return None
     return {name: value for name, value in asdict(given).items() if value is not None}
