@@ -73,10 +73,10 @@ class InputBatch:
 class _Loaded:
     """The rows that are in the buffers."""
 
-    rows: list[PlannedRow]
     places: list[tuple[int, int]]  # slot and number of query tokens of each row
     query_lens: np.ndarray  # [num_reqs] int64
     num_tokens: int
+    key: object = None  # of the call that loaded them
 
 
 class InputBuffers:
@@ -116,19 +116,20 @@ class InputBuffers:
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
         query_len: int | None = None,
-        same_as: list[PlannedRow] | None = None,
+        key: object = None,
     ) -> InputBatch:
         """Copy a plan's rows into the buffers and pad the rest. Without rows, all is padding.
 
-        same_as: rows of an earlier plan that had the same slots and numbers of tokens
+        key: an object that stands for these slots and numbers of tokens: if the last call had it,
+        nothing is compared
         """
         loaded = self._loaded
-        if loaded is None or same_as is None or loaded.rows is not same_as:
+        if loaded is None or key is None or loaded.key is not key:
             places = [(row.slot, row.num_tokens) for row in rows]
             if loaded is None or loaded.places != places:  # an unchanged batch needs no copy
                 self._loaded = None  # in case a copy fails
                 loaded = self._copy_rows(places)
-        self._loaded = loaded = replace(loaded, rows=rows)
+            loaded = self._loaded = replace(loaded, key=key)
         num_reqs, num_tokens = len(rows), loaded.num_tokens
         return InputBatch(
             plan_rows=rows,
@@ -158,7 +159,7 @@ class InputBuffers:
         assert starts[-1] <= self.max_tokens, (starts[-1], self.max_tokens)
         self._copy_in(self.rows.idx_mapping, idx_mapping)
         self._copy_in(self.rows.query_start_loc, starts)
-        return _Loaded([], places, query_lens, int(starts[-1]))
+        return _Loaded(places, query_lens, int(starts[-1]))
 
     def _copy_in(self, target: Tensor, host: np.ndarray) -> None:
         source = torch.from_numpy(host)

@@ -63,8 +63,7 @@ def expand_auto(options: EngineOptions, device: str, report: Report | None) -> A
     target = resolve_model(options.model, revision=options.revision, report=report, packed=packed)
     folder = shipped_head(target)
     if folder is not None:
-        num_drafts = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
-        return {"model": str(folder), "num_speculative_tokens": num_drafts}
+        return {"model": str(folder), "num_speculative_tokens": _usual_drafts(device)}
     if has_mtp_head(target, read_model_spec(target)):
         return {"method": "mtp", "num_speculative_tokens": MTP_DRAFTS}
     return None
@@ -132,6 +131,11 @@ def _choose_mtp(
     return DrafterChoice(spec, "the model's own head")
 
 
+def _usual_drafts(device: str) -> int:
+    """Of a head that ships with stoop."""
+    return CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
+
+
 def _with_own_head(
     asked: SpecOptions, model: ModelSpec, target: Path, device: str, dummy: bool
 ) -> SpecOptions:
@@ -142,7 +146,7 @@ def _with_own_head(
     if folder is not None:
         number = asked.num_speculative_tokens
         if number is None:
-            number = CPU_DRAFTS if device == "cpu" else GPU_DRAFTS
+            number = _usual_drafts(device)
         return replace(asked, model=str(folder), num_speculative_tokens=number)
     if asked.method is None and has_mtp_head(target, model, dummy):
         return replace(asked, method="mtp")

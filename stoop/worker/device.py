@@ -24,8 +24,8 @@ from stoop.ops.kernels.choice import KERNEL_DTYPES
 
 log = logging.getLogger(__name__)
 
-# Some virtual machines advertise AMX without supporting it, so oneDNN's bf16 GEMMs crash.
 NEW_OBJECTS = 20_000  # that pile up before they are collected; two steps of 256 requests make 3,000
+# Some virtual machines advertise AMX without supporting it, so oneDNN's bf16 GEMMs crash.
 _SAFE_ISA = "AVX512_CORE_FP16"
 _PROBE = (
     "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); "

@@ -80,11 +80,10 @@ class StepCounts:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Dispatched:
     """How batches of the same rows run; looked up again only when the rows change."""
 
-    rows: list[PlannedRow]  # of the last such batch
     needs: SamplingNeeds
     descriptor: BatchExecutionDescriptor
     query_len: int | None
@@ -271,10 +270,10 @@ class ModelRunner:
         if plan.copies is not None:
             self.snapshots.restore(plan.copies)
         found = self._dispatch(plan)
-        descriptor, last_rows, found.rows = found.descriptor, found.rows, plan.rows
+        descriptor = found.descriptor
         self.counts.note(descriptor, found.num_tokens)
         sizes = descriptor.num_reqs, descriptor.num_tokens, found.query_len
-        batch = target.buffers.load_rows(plan.rows, *sizes, same_as=last_rows)
+        batch = target.buffers.load_rows(plan.rows, *sizes, key=found)
         metadata = target.model_state.prepare_attn(batch)
         return Step(batch, descriptor, metadata, found.needs, plan.num_drafts, found.wants_scores)
 
@@ -296,9 +295,7 @@ class ModelRunner:
         if shape.decode and descriptor.mode < RunMode.FULL:
             query_len = shape.num_tokens // shape.num_reqs
         wants_scores = any(row.rules.params.wants_scores for row in rows)
-        self._dispatched = _Dispatched(
-            rows, needs, descriptor, query_len, wants_scores, shape.num_tokens
-        )
+        self._dispatched = _Dispatched(needs, descriptor, query_len, wants_scores, shape.num_tokens)
         return self._dispatched
 
     def run(self, step: Step) -> StepOutput:

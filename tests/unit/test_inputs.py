@@ -239,19 +239,19 @@ def test_rows_that_stay_as_they_are_need_no_copy_and_others_do() -> None:
     check_extents(buffers, state.tensors, wider)
 
 
-def test_rows_named_the_same_as_those_in_the_buffers_are_not_compared() -> None:
-    """Only as those that were loaded last, by anyone."""
-    buffers = poisoned_buffers()
+def test_rows_with_the_key_of_those_in_the_buffers_are_not_compared() -> None:
+    """Of those that were loaded last, by anyone."""
+    buffers, key = poisoned_buffers(), object()
     first, later = planned([Row(1, 9, 1, 10)]), planned([Row(1, 10, 1, 11)])
-    buffers.load_rows(first)
+    buffers.load_rows(first, key=key)
     poison(buffers.rows)
-    batch = buffers.load_rows(later, same_as=first)
+    batch = buffers.load_rows(later, key=key)
     assert batch.plan_rows is later and batch.num_tokens == 1
     assert buffers.rows.idx_mapping[0] != 1, "nothing is copied"
     for come_between in (lambda: buffers.load_rows([]), buffers.forget_rows):
-        buffers.load_rows(first)
+        buffers.load_rows(first, key=key)
         come_between()
-        buffers.load_rows(later, same_as=first)
+        buffers.load_rows(later, key=key)
         assert buffers.rows.idx_mapping.tolist()[:2] == [1, -1]
         assert buffers.rows.query_start_loc.tolist()[:3] == [0, 1, 1]
 

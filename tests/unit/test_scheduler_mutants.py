@@ -583,22 +583,21 @@ def the_device_does_not_know_of_found_blocks(finish_plan: Any) -> Any:
     return mutant
 
 
-def rows_known_by_their_requests(same: Any) -> Any:
-    """Whatever they compute: K changes, and a prompt's last token is taken for a decode."""
-
-    def mutant(self: RowWatch, rows: Sequence[PlannedRow]) -> bool:
-        last, self._key = self._key, [(row.epoch, 0, False) for row in rows]
+def _known_by(key: Callable[[PlannedRow], tuple[int, int, bool]]) -> Any:
+    def same(self: RowWatch, rows: Sequence[PlannedRow]) -> bool:
+        last, self._key = self._key, [key(row) for row in rows]
         return self._key == last
 
-    return mutant
+    return same
+
+
+def rows_known_by_their_requests(same: Any) -> Any:
+    """Whatever they compute: K changes, and a prompt's last token is taken for a decode."""
+    return _known_by(lambda row: (row.epoch, 0, False))
 
 
 def rows_known_by_their_slots(same: Any) -> Any:
-    def mutant(self: RowWatch, rows: Sequence[PlannedRow]) -> bool:
-        last, self._key = self._key, [(row.slot, row.num_tokens, row.decodes) for row in rows]
-        return self._key == last
-
-    return mutant
+    return _known_by(lambda row: (row.slot, row.num_tokens, row.decodes))
 
 
 def drafts_counted_as_in_the_step_before(add_step: Any) -> Any:

@@ -87,9 +87,9 @@ def leave_idx_mapping_unpadded(patch: Patch) -> None:
     """Such a row has no query tokens, but sets back the counters of the slot that it names."""
     load = InputBuffers.load_rows
 
-    def unpadded(self: InputBuffers, rows: list[PlannedRow], *sizes: Any, **same: Any) -> Any:
+    def unpadded(self: InputBuffers, rows: list[PlannedRow], *sizes: Any, **key: Any) -> Any:
         tail = self.rows.idx_mapping[len(rows) :].clone()
-        batch = load(self, rows, *sizes, **same)
+        batch = load(self, rows, *sizes, **key)
         if rows:
             self.rows.idx_mapping[len(rows) :] = tail
         return batch
